@@ -1,0 +1,1 @@
+"""Gradient norms of single records and weighted sums of their gradients."""

@@ -1,0 +1,1 @@
+"""The evaluation of the paper: its models, data and tables."""
