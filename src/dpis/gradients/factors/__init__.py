@@ -1,0 +1,1 @@
+"""Per-record gradients of one parameter, as factors."""
