@@ -1,0 +1,87 @@
+"""Squared norms of a convolution's gradients from Gram matrices, without unfolding the inputs.
+
+A record's gradient is ``G[o,k,c] = Σ_p g[p,o] x[p+k,c]`` (one phase, see convolution_geometry), so
+
+    ||G||² = Σ_{p,p'} <g_p, g_p'> · Σ_k <x_{p+k}, x_{p'+k}>.
+
+The inner products of all pairs of inputs are one small matrix product, from the inputs as they lie
+in memory. Every kernel element only reads it at a shifted place, so the kernel's size multiplies
+additions alone, and these separate into one pass for every spatial dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.factors.convolution_geometry import Geometry, Tap
+
+
+def squared_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
+    """``||G_i||²`` of every record, for a convolution with one group.
+
+    Args:
+        inputs: ``[records · rows, channels_in, *spatial]``.
+        output_grads: ``[records · rows, channels_out, *spatial_out]``.
+        rows: How many consecutive rows make one record.
+        geometry: Where the kernel looks.
+
+    Returns:
+        Shape ``[records]``.
+    """
+    sizes = output_grads.shape[2:]
+    seen = sum_over_kernel(inputs, sizes, rows, geometry)
+    sent = _gram(output_grads, rows)
+    return (seen.flatten(1) * sent.flatten(1)).sum(dim=1)
+
+
+def sum_over_kernel(
+    inputs: Tensor, output_sizes: torch.Size, rows: int, geometry: Geometry
+) -> Tensor:
+    """``Σ_k <x_{p+k}, x_{p'+k}>`` for every pair of output positions, ``[records, (rows,*P)²]``."""
+    records = inputs.shape[0] // rows
+    dimensions = geometry.dimensions
+    total = inputs.new_zeros(records, *(rows, *output_sizes) * 2)
+    for phase in geometry.phases():
+        some = geometry.every(inputs, phase)
+        if some.numel() == 0 and records:
+            continue  # these kernel elements look at nothing but padding
+        pairs = _gram(some, rows).view(records, *(rows, *some.shape[2:]) * 2)
+        for dim, taps in enumerate(phase.taps):
+            left, right = 2 + dim, 3 + dim + dimensions
+            pairs = _sum_shifted(pairs, left, right, taps, output_sizes[dim])
+        total += pairs
+    return total
+
+
+def positions(values: Tensor, rows: int) -> Tensor:
+    """``[records·rows, channels, *spatial]`` as ``[records, rows·positions, channels]``.
+
+    A view wherever memory allows: rows of one record lie end to end, as further positions.
+    """
+    flat = values.flatten(2).transpose(1, 2)
+    return flat if rows == 1 else flat.reshape(-1, rows * flat.shape[1], flat.shape[2])
+
+
+def _gram(values: Tensor, rows: int) -> Tensor:
+    flat = positions(values, rows)
+    return torch.bmm(flat, flat.transpose(1, 2))
+
+
+def _sum_shifted(pairs: Tensor, left: int, right: int, taps: tuple[Tap, ...], size: int) -> Tensor:
+    """``Σ_taps pairs[.., p + shift, .., p' + shift, ..]`` for ``p``, ``p'`` below ``size``.
+
+    What lies outside is padding, hence zero: it is skipped instead of stored.
+    """
+    available = pairs.shape[left]
+    shape = list(pairs.shape)
+    shape[left] = shape[right] = size
+    total = pairs.new_zeros(shape)
+    for tap in taps:
+        first, last = max(0, -tap.shift), min(size, available - tap.shift)
+        if first >= last:
+            continue
+        seen = pairs.narrow(left, first + tap.shift, last - first)
+        seen = seen.narrow(right, first + tap.shift, last - first)
+        total.narrow(left, first, last - first).narrow(right, first, last - first).add_(seen)
+    return total
