@@ -34,4 +34,5 @@ class Layout:
         rows = tensor.movedim(self.dim, 0) if self.dim else tensor
         if self.record_major or self.per_record == 1:
             return rows
-        return rows.unflatten(0, (self.per_record, -1)).transpose(0, 1).flatten(0, 1)
+        by_position = rows.reshape(self.per_record, -1, *rows.shape[1:])
+        return by_position.transpose(0, 1).flatten(0, 1)

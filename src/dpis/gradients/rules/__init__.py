@@ -1,1 +1,11 @@
-"""From one call of a torch function and its output gradient to factors: pure functions."""
+"""The one table: which rule treats which torch function."""
+
+from dpis.gradients.rules import broadcast, embedding, linear, normalization
+from dpis.gradients.rules.base import RuleTable
+
+RULES: RuleTable = {
+    **linear.RULES,
+    **embedding.RULES,
+    **normalization.RULES,
+    **broadcast.RULES,
+}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.layout import Layout
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,27 @@ class Call:
         """Whether this argument is a parameter whose gradients are asked for."""
         return any(tensor is parameter for parameter in self.parameters)
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors among the arguments that are not parameters."""
+        values = (*self.args, *self.kwargs.values())
+        return tuple(v for v in values if isinstance(v, Tensor) and not self.wants(v))
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument of the function, given by position or by name."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def in_full_precision(self) -> Call:
+        """The same call with half-precision arguments in float32 (parameters stay themselves)."""
+
+        def widen(argument: Any) -> Any:
+            half = isinstance(argument, Tensor) and argument.dtype in HALF
+            return argument.float() if half and not self.wants(argument) else argument
+
+        kwargs = {name: widen(argument) for name, argument in self.kwargs.items()}
+        return replace(self, args=tuple(map(widen, self.args)), kwargs=kwargs)
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -44,18 +68,22 @@ class Ran:
 
     Attributes:
         result: what the caller of the torch function receives.
-        watched: tensors of the autograd graph, each of which requires a gradient; the rule is handed
-            their gradients. Mostly the result itself. The engine runs backward only as far as the
+        watched: tensors of the autograd graph, each of which requires a gradient; the rule is
+            handed their gradients. Mostly the result itself. Backward runs only as far as the
             earliest watched tensor: no weight gradient is computed, nor an input gradient of
             the first layer, even though the parameters are not detached.
         saved: what ``Rule.factors`` needs from the forward pass.
-        held: the tensors in ``saved`` that must not be changed in place before ``factors`` is called.
+        held: the tensors in ``saved`` that must not change in place before ``factors`` is called.
     """
 
     result: Any
     watched: tuple[Tensor, ...]
     saved: Any
     held: tuple[Tensor, ...] = ()
+
+
+class CouplingError(ValueError):
+    """One record's gradient depends on the other records of the batch."""
 
 
 # The tensor of ``Call.parameters`` and the gradients of all rows with respect to it.
@@ -75,11 +103,23 @@ class Rule(ABC):
         output. Recurrence does: it watches the pre-activations of the gates.
         """
         result = call.function(*call.args, **call.kwargs)
-        return Ran(result, watched=(result,), saved=call, held=self.held(call))
+        return Ran(result, watched=(result,), saved=call, held=call.inputs())
 
-    def held(self, call: Call) -> tuple[Tensor, ...]:
-        """The arguments whose values ``factors`` will read."""
-        return tuple(argument for argument in call.args[:1] if isinstance(argument, Tensor))
+    def accepts(self, call: Call) -> bool:
+        """Whether the rule covers this call; the general fallback takes those it does not."""
+        return True
+
+    def pull_back(self, call: Call, grads: Tensor) -> Iterable[ParameterFactor] | None:
+        """Factors of a call that does not depend on the batch, such as a table of positions.
+
+        Args:
+            call: the call, which all records share.
+            grads: each record's gradient of the call's result, ``[records, *result.shape]``.
+
+        Returns:
+            Factors over records; None leaves it to autograd, which is right for every function.
+        """
+        return None
 
     @abstractmethod
     def factors(
@@ -88,11 +128,16 @@ class Rule(ABC):
         """The factors of every parameter the call wants. Pure.
 
         Args:
-            saved: what ``run`` put into ``Ran.saved`` (the ``Call``, unless overridden).
-            grads: the gradients of the summed loss with respect to the watched tensors.
+            saved: what ``run`` put into ``Ran.saved`` (the ``Call``, unless overridden). The inputs
+                of a ``Call`` arrive in float32 or better.
+            grads: the gradients of the summed loss with respect to the watched tensors, in float32
+                or better.
             layouts: where the records are in each watched tensor.
 
         Returns:
             Pairs of a parameter and its factor. The factor's records are the *rows* that
             ``Layout.rows_first`` puts in front; the caller folds the rows of one record together.
         """
+
+
+RuleTable = dict[Callable[..., Any], Rule]

@@ -1,0 +1,194 @@
+"""Several uses of one parameter: one norm and one sum, cross terms included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements of a parameter a view of it shows, in the terms of its memory."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(view: Tensor, parameter: Tensor) -> Place:
+        """The place of a view (or of the parameter itself)."""
+        offset = view.storage_offset() - parameter.storage_offset()
+        return Place(offset, view.size(), view.stride())
+
+    def look(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor that is laid out as the parameter is."""
+        return tensor.as_strided(self.size, self.stride, self.offset)
+
+    def transpose(self) -> Place:
+        """The same elements, the two dimensions exchanged."""
+        return Place(self.offset, torch.Size(self.size[::-1]), self.stride[::-1])
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an element shows more than once, as after ``expand``."""
+        return any(s == 0 and n > 1 for s, n in zip(self.stride, self.size, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The gradients of all records with respect to one part of a parameter."""
+
+    place: Place
+    factor: Factor
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Factor):
+    """``G_i = Σ_k G_i^(k)``: different kinds of use of the same elements.
+
+    ``||Σ_k G^(k)||² = Σ_k ||G^(k)||² + 2 Σ_{k<m} <G^(k), G^(m)>``.
+    """
+
+    terms: tuple[Factor, ...]
+
+    @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.terms[0].records
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape all terms have."""
+        return self.terms[0].shape
+
+    def squared_norms(self) -> Tensor:
+        """Squares and cross terms; rounding may not make it negative."""
+        squares = sum(term.squared_norms() for term in self.terms)
+        cross = sum(inner_products(a, b) for a, b in combinations(self.terms, 2))
+        return torch.as_tensor(squares + 2 * cross).clamp(min=0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The terms' sums, added up."""
+        return reduce(torch.add, (term.weighted_sum(weights) for term in self.terms))
+
+    def explicit(self) -> Tensor:
+        """The terms' gradients, added up."""
+        return reduce(torch.add, (term.explicit() for term in self.terms))
+
+    def fold(self, rows_per_record: int) -> Sum:
+        """Term by term."""
+        return Sum(tuple(term.fold(rows_per_record) for term in self.terms))
+
+    def select(self, kept: Tensor) -> Sum:
+        """Term by term."""
+        return Sum(tuple(term.select(kept) for term in self.terms))
+
+
+def inner_products(a: Factor, b: Factor) -> Tensor:
+    """``<A_i, B_i>`` for every record."""
+    if isinstance(a, Lookup) and isinstance(b, Outer):
+        return inner_products(b, a)
+    if isinstance(a, Outer) and isinstance(b, Lookup):
+        # Σ_{l,m} g_l[index_m] <x_l, e_m>: never a table a record
+        L = a.inputs.shape[1]
+        picked = a.output_grads.gather(2, b.indices[:, None, :].expand(-1, L, -1))
+        return (picked * torch.bmm(a.inputs, b.output_grads.mT)).sum((1, 2))
+    return (a.explicit() * b.explicit()).flatten(1).sum(1)
+
+
+def join(a: Factor, b: Factor) -> Factor:
+    """``A + B``."""
+    if isinstance(a, Outer) and isinstance(b, Outer):
+        return a.join(b)
+    if isinstance(a, Lookup) and isinstance(b, Lookup):
+        return a.join(b)
+    if isinstance(a, Dense) and isinstance(b, Dense):
+        return Dense(a.gradients + b.gradients)
+    if isinstance(a, Sum):
+        return _join_to_sum(a, b)
+    return Sum((a, b))
+
+
+def _join_to_sum(total: Sum, factor: Factor) -> Sum:
+    """Join with a term of the same kind if there is one."""
+    for k, term in enumerate(total.terms):
+        if type(term) is type(factor) and not isinstance(joined := join(term, factor), Sum):
+            return Sum((*total.terms[:k], joined, *total.terms[k + 1 :]))
+    return Sum((*total.terms, factor))
+
+
+def combine(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
+    """Parts that do not overlap, so that their squared norms add up.
+
+    Uses of the same elements are joined. Views that overlap in part are spread out over the whole
+    parameter first.
+    """
+    joined: dict[Place, Factor] = {}
+    for part in map(_upright, parts):
+        known = joined.get(part.place)
+        joined[part.place] = part.factor if known is None else join(known, part.factor)
+    separate = tuple(Part(place, factor) for place, factor in joined.items())
+    places = tuple(joined)
+    if len(places) == 1 and not places[0].repeats:
+        return separate
+    if _disjoint(places, parameter.numel()):
+        return separate
+    whole = reduce(torch.add, (_spread(part, parameter) for part in separate))
+    return (Part(Place.of(parameter, parameter), Dense(whole)),)
+
+
+def squared_norms(parts: Sequence[Part]) -> Tensor:
+    """``||G_i||²`` of the parameter from parts that do not overlap."""
+    return reduce(torch.add, (part.factor.squared_norms() for part in parts))
+
+
+def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> Tensor:
+    """``Σ_i w_i G_i`` of the parameter from parts that do not overlap."""
+    sums = [part.factor.weighted_sum(weights) for part in parts]
+    if len(parts) == 1 and parts[0].place == Place.of(parameter, parameter):
+        return sums[0].view(parameter.shape)
+    total = torch.zeros_like(parameter, dtype=sums[0].dtype)
+    for part, part_sum in zip(parts, sums, strict=True):
+        part.place.look(total).copy_(part_sum)
+    return total
+
+
+def _upright(part: Part) -> Part:
+    """A weight used as its transpose is the weight, the outer products turned round."""
+    if isinstance(part.factor, Outer) and part.place.stride[0] < part.place.stride[1]:
+        return Part(part.place.transpose(), part.factor.transpose())
+    return part
+
+
+@lru_cache(maxsize=1024)
+def _disjoint(places: tuple[Place, ...], numel: int) -> bool:
+    """Whether no element shows twice."""
+    shown = torch.zeros(numel, dtype=torch.int32)
+    for place in places:
+        if place.repeats:
+            return False
+        place.look(shown).add_(1)
+    return int(shown.max()) <= 1
+
+
+def _spread(part: Part, parameter: Tensor) -> Tensor:
+    """Explicit gradients of the whole parameter, zero outside the part."""
+    gradients = part.factor.explicit()
+    whole = parameter.new_zeros(part.factor.records, parameter.numel(), dtype=gradients.dtype)
+    index = torch.arange(parameter.numel(), device=parameter.device)
+    index = part.place.look(index).reshape(-1)
+    return _as_parameter(whole.index_add_(1, index, gradients.flatten(1)), parameter)
+
+
+def _as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Memory order to the parameter's shape, record by record."""
+    own = Place.of(parameter, parameter)
+    stride = (parameter.numel(), *own.stride)
+    return flat.as_strided((flat.shape[0], *own.size), stride)

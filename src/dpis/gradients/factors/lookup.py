@@ -1,0 +1,98 @@
+"""Rows of a table: the weights of embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.outer import gram
+from dpis.gradients.factors.selection import contributing
+
+# From this many positions on, sorting the indices is cheaper than comparing all pairs.
+MANY_POSITIONS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup(Factor):
+    """``G_i = Σ_l e(indices[i, l]) ⊗ output_grads[i, l]``, of shape ``[table_rows, D]``.
+
+    ``e(v)`` is the unit vector of table row ``v``. Only rows that a record looked up are non-zero.
+
+    Example:
+        >>> twice_row_1 = Lookup(torch.tensor([[1, 1]]), torch.tensor([[[3.0], [4.0]]]), 5)
+        >>> twice_row_1.squared_norms()  # (3 + 4)²
+        tensor([49.])
+    """
+
+    indices: Tensor
+    """``[records, positions]``."""
+    output_grads: Tensor
+    """``[records, positions, D]``."""
+    table_rows: int
+
+    @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.indices.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the table."""
+        return torch.Size((self.table_rows, self.output_grads.shape[2]))
+
+    def squared_norms(self) -> Tensor:
+        """``Σ_{l,m} [index_l = index_m] <g_l, g_m>``, or by adding up equal indices first."""
+        if self.indices.shape[1] == 1:
+            return self.output_grads.square().sum((1, 2))
+        if self.indices.shape[1] < MANY_POSITIONS:
+            same = self.indices[:, :, None] == self.indices[:, None, :]
+            return (gram(self.output_grads) * same).sum((1, 2))
+        return self._norms_of_distinct_rows()
+
+    def _norms_of_distinct_rows(self) -> Tensor:
+        offsets = torch.arange(self.records, device=self.indices.device)[:, None] * self.table_rows
+        cells, inverse = torch.unique(self.indices + offsets, return_inverse=True)
+        sums = self.output_grads.new_zeros(len(cells), self.shape[1])
+        sums.index_add_(0, inverse.flatten(), self.output_grads.flatten(0, 1))
+        norms = self.output_grads.new_zeros(self.records)
+        return norms.index_add_(0, cells // self.table_rows, sums.square().sum(1))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Weighted output gradients, added to the rows they were looked up from."""
+        factor, weights = contributing(self, weights)
+        g = factor.output_grads
+        scaled = g * weights.to(g.dtype)[:, None, None]
+        table = g.new_zeros(self.shape)
+        return table.index_add_(0, factor.indices.flatten(), scaled.flatten(0, 1))
+
+    def explicit(self) -> Tensor:
+        """Whole tables: ``records x table_rows x D`` numbers, for tests and last resorts."""
+        tables = self.output_grads.new_zeros(self.records, *self.shape)
+        where = self.indices[:, :, None].expand_as(self.output_grads)
+        return tables.scatter_add_(1, where, self.output_grads)
+
+    def fold(self, rows_per_record: int) -> Lookup:
+        """The rows of a record become positions."""
+        if rows_per_record == 1:
+            return self
+        records = self.records // rows_per_record
+        return Lookup(
+            self.indices.reshape(records, -1),
+            self.output_grads.reshape(records, -1, self.shape[1]),
+            self.table_rows,
+        )
+
+    def select(self, kept: Tensor) -> Lookup:
+        """The records with these indices alone."""
+        return Lookup(self.indices[kept], self.output_grads[kept], self.table_rows)
+
+    def join(self, other: Lookup) -> Lookup:
+        """The sum of both: the other's positions after these."""
+        return Lookup(
+            torch.cat([self.indices, other.indices], dim=1),
+            torch.cat([self.output_grads, other.output_grads], dim=1),
+            self.table_rows,
+        )

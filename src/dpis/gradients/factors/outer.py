@@ -1,0 +1,117 @@
+"""Sums over positions of outer products: the weights of linear layers and of recurrences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.selection import contributing
+
+# Explicit gradients are made and squared in blocks of records that stay in cache.
+EXPLICIT_BLOCK_ENTRIES = 1 << 20
+# Writing and reading one entry of an explicit gradient costs about this many multiplications.
+EXPLICIT_ENTRY_COST = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Outer(Factor):
+    """``G_i = Σ_l output_grads[i, l] ⊗ inputs[i, l]``, of shape ``[O, I]``.
+
+    Rows of one record and uses of one weight are further positions ``l``, so their cross terms are
+    counted exactly.
+
+    Example:
+        >>> x, g = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0]]])
+        >>> Outer(x, g).squared_norms()  # (1² + 2²) · 3²
+        tensor([45.])
+    """
+
+    inputs: Tensor
+    """``[records, positions, I]``."""
+    output_grads: Tensor
+    """``[records, positions, O]``."""
+
+    @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.inputs.shape[0]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight, ``[O, I]``."""
+        return torch.Size((self.output_grads.shape[2], self.inputs.shape[2]))
+
+    def squared_norms(self) -> Tensor:
+        """The cheapest of three ways that are equal in exact arithmetic.
+
+        - one position: ``||x||² ||g||²``;
+        - Gram: ``Σ_{l,m} <x_l, x_m> <g_l, g_m>``, about ``L² (I + O)`` multiplications a record;
+        - explicit: ``||gᵀ x||²``, about ``L I O``.
+        """
+        _, L, I = self.inputs.shape  # noqa: E741
+        O = self.output_grads.shape[2]  # noqa: E741
+        if L == 1:
+            return _squares(self.inputs[:, 0]) * _squares(self.output_grads[:, 0])
+        if L * L * (I + O + EXPLICIT_ENTRY_COST) <= (L + EXPLICIT_ENTRY_COST) * I * O:
+            return self._gram_norms()
+        return self._explicit_norms()
+
+    def _gram_norms(self) -> Tensor:
+        grams = gram(self.inputs).mul_(gram(self.output_grads))
+        return grams.flatten(1).sum(1)
+
+    def _explicit_norms(self) -> Tensor:
+        block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())
+        blocks = torch.split(self.inputs, block), torch.split(self.output_grads, block)
+        pairs = zip(*blocks, strict=True)
+        return torch.cat([_squares(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``(w ⊙ g)ᵀ x`` over records and positions at once: one matrix product."""
+        factor, weights = contributing(self, weights)
+        x, g = factor.inputs, factor.output_grads
+        w = weights.to(g.dtype)[:, None, None]
+        if g.shape[2] <= x.shape[2]:  # scale the smaller of the two
+            return (g * w).flatten(0, 1).T @ x.flatten(0, 1)
+        return g.flatten(0, 1).T @ (x * w).flatten(0, 1)
+
+    def explicit(self) -> Tensor:
+        """``gᵀ x`` for every record."""
+        return torch.bmm(self.output_grads.mT, self.inputs)
+
+    def fold(self, rows_per_record: int) -> Outer:
+        """The rows of a record become positions."""
+        if rows_per_record == 1:
+            return self
+        records = self.records // rows_per_record
+        return Outer(
+            self.inputs.reshape(records, -1, self.inputs.shape[2]),
+            self.output_grads.reshape(records, -1, self.output_grads.shape[2]),
+        )
+
+    def select(self, kept: Tensor) -> Outer:
+        """The records with these indices alone."""
+        return Outer(self.inputs[kept], self.output_grads[kept])
+
+    def transpose(self) -> Outer:
+        """The same gradients seen as those of the transposed weight."""
+        return Outer(self.output_grads, self.inputs)
+
+    def join(self, other: Outer) -> Outer:
+        """The sum of both: the other's positions after these."""
+        return Outer(
+            torch.cat([self.inputs, other.inputs], dim=1),
+            torch.cat([self.output_grads, other.output_grads], dim=1),
+        )
+
+
+def gram(vectors: Tensor) -> Tensor:
+    """``<v_l, v_m>`` for all pairs of positions of each record: ``[R, L, D] -> [R, L, L]``."""
+    return torch.bmm(vectors, vectors.mT)
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    return vectors.square().sum(-1)

@@ -1,0 +1,100 @@
+"""Matrix products with a weight: ``linear``, ``matmul``, ``addmm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpis.gradients.factors import Dense, Outer
+from dpis.gradients.layout import Layout
+from dpis.gradients.rules.base import Call, ParameterFactor, Rule, RuleTable
+
+
+class Linear(Rule):
+    """``y = x Wᵀ + b`` over any leading dimensions: ``dW = Σ_l g_l ⊗ x_l``, ``db = Σ_l g_l``."""
+
+    def accepts(self, call: Call) -> bool:
+        """A matrix for a weight, and an input that is not itself a parameter."""
+        return call.argument(1, "weight").ndim == 2 and not call.wants(call.argument(0, "input"))
+
+    def factors(
+        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> Iterator[ParameterFactor]:
+        """An outer product for the weight, a sum over positions for the bias."""
+        x, weight = saved.argument(0, "input"), saved.argument(1, "weight")
+        bias = saved.argument(2, "bias")
+        g = positions_in_the_middle(grads[0], layouts[0])
+        if saved.wants(weight):
+            yield weight, Outer(positions_in_the_middle(x, layouts[0]), g)
+        if saved.wants(bias):
+            yield bias, Dense(sum_of_positions(g))
+
+
+class Product(Rule):
+    """``y = x W`` or ``y = W x`` with a matrix ``W``: ``dW = Σ_l x_l ⊗ g_l``, or transposed."""
+
+    def accepts(self, call: Call) -> bool:
+        """Two operands, of which one is a weight matrix and the other a batch of matrices."""
+        left, right = call.argument(0, "input"), call.argument(1, "other")
+        one_weight = call.wants(left) != call.wants(right)
+        return one_weight and (left.ndim == 2 or right.ndim == 2) and min(left.ndim, right.ndim) > 1
+
+    def factors(
+        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> Iterator[ParameterFactor]:
+        """Outer products; with the weight on the left, the columns of ``x`` are the positions."""
+        left, right = saved.argument(0, "input"), saved.argument(1, "other")
+        if saved.wants(right):
+            g = positions_in_the_middle(grads[0], layouts[0])
+            yield right, Outer(g, positions_in_the_middle(left, layouts[0]))
+        else:
+            layout = _transposed(layouts[0], grads[0].ndim)
+            g = positions_in_the_middle(grads[0].mT, layout)
+            yield left, Outer(positions_in_the_middle(right.mT, layout), g)
+
+
+class AddedProduct(Rule):
+    """``y = b + x W`` (``addmm``): the outer product of ``x W``, the bias of a linear layer."""
+
+    def accepts(self, call: Call) -> bool:
+        """A vector for a bias, an input that is no parameter, neither ``alpha`` nor ``beta``."""
+        plain = len(call.args) == 3 and not call.kwargs and call.args[0].ndim == 1
+        return plain and not call.wants(call.args[1])
+
+    def factors(
+        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> Iterator[ParameterFactor]:
+        """As for a linear layer with its weight transposed."""
+        bias, x, weight = saved.args
+        g = positions_in_the_middle(grads[0], layouts[0])
+        if saved.wants(weight):
+            yield weight, Outer(g, positions_in_the_middle(x, layouts[0]))
+        if saved.wants(bias):
+            yield bias, Dense(sum_of_positions(g))
+
+
+def positions_in_the_middle(tensor: Tensor, layout: Layout) -> Tensor:
+    """``[..., features] -> [rows, positions, features]``."""
+    rows = layout.rows_first(tensor)
+    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
+
+
+def sum_of_positions(tensor: Tensor) -> Tensor:
+    """``[rows, positions, features] -> [rows, features]``."""
+    return tensor.squeeze(1) if tensor.shape[1] == 1 else tensor.sum(1)
+
+
+def _transposed(layout: Layout, ndim: int) -> Layout:
+    """The layout after the last two dimensions have changed places."""
+    dim = {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(layout.dim, layout.dim)
+    return Layout(dim, layout.per_record, layout.record_major)
+
+
+RULES: RuleTable = {
+    F.linear: Linear(),
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm), Product()),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), AddedProduct()),
+}

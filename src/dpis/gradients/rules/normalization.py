@@ -1,0 +1,155 @@
+"""Scales and shifts of normalisation layers that do not couple records."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpis.gradients.factors import Dense
+from dpis.gradients.layout import Layout
+from dpis.gradients.rules.base import Call, CouplingError, ParameterFactor, Ran, Rule, RuleTable
+
+
+class Affine(Rule):
+    """``y = scale ⊙ x̂ + shift``: ``d scale = Σ g ⊙ x̂``, ``d shift = Σ g`` over positions.
+
+    The normalised input ``x̂`` is computed again: that is cheaper than keeping it.
+    """
+
+    def accepts(self, call: Call) -> bool:
+        """The input is not itself a parameter."""
+        return not call.wants(call.argument(0, "input"))
+
+    def factors(
+        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> Iterator[ParameterFactor]:
+        """Both gradients, one record at a time."""
+        scale, shift = self.affine(saved)
+        if saved.wants(scale):
+            yield scale, self.summed(grads[0] * self.normalised(saved), scale, layouts[0])
+        if saved.wants(shift):
+            yield shift, self.summed(grads[0], shift, layouts[0])
+
+    @abstractmethod
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """The scale and the shift among the arguments."""
+
+    @abstractmethod
+    def normalised(self, call: Call) -> Tensor:
+        """The input, normalised but not yet scaled."""
+
+    @abstractmethod
+    def summed(self, grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
+        """Sum over all but the rows and the parameter's own dimensions."""
+
+
+class LastDimensions(Affine):
+    """Layers whose parameters have the shape of the last dimensions."""
+
+    def summed(self, grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
+        """Positions stand between the rows and the parameter's dimensions."""
+        rows = layout.rows_first(grads)
+        positions = rows.reshape(rows.shape[0], -1, *parameter.shape)
+        return Dense(positions.squeeze(1) if positions.shape[1] == 1 else positions.sum(1))
+
+
+class Channels(Affine):
+    """Layers whose parameters have one entry a channel, the second dimension."""
+
+    def summed(self, grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
+        """Positions stand behind the channels."""
+        rows = layout.rows_first(grads)
+        return Dense(rows.reshape(*rows.shape[:2], -1).sum(2))
+
+
+class LayerNorm(LastDimensions):
+    """Normalised over the last dimensions."""
+
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift."""
+        return call.argument(2, "weight"), call.argument(3, "bias")
+
+    def normalised(self, call: Call) -> Tensor:
+        """Centred, and divided by the standard deviation."""
+        x, shape = call.argument(0, "input"), call.argument(1, "normalized_shape")
+        return F.layer_norm(x, shape, eps=call.argument(4, "eps", 1e-5))
+
+
+class RMSNorm(LastDimensions):
+    """Divided by the root mean square over the last dimensions."""
+
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """A scale alone."""
+        return call.argument(2, "weight"), None
+
+    def normalised(self, call: Call) -> Tensor:
+        """Divided by the root mean square."""
+        x, shape = call.argument(0, "input"), call.argument(1, "normalized_shape")
+        return F.rms_norm(x, shape, eps=call.argument(3, "eps"))
+
+
+class GroupNorm(Channels):
+    """Normalised over groups of channels and all positions of a record."""
+
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift."""
+        return call.argument(2, "weight"), call.argument(3, "bias")
+
+    def normalised(self, call: Call) -> Tensor:
+        """Each group centred, and divided by its standard deviation."""
+        x, groups = call.argument(0, "input"), call.argument(1, "num_groups")
+        return F.group_norm(x, groups, eps=call.argument(4, "eps", 1e-5))
+
+
+class InstanceNorm(Channels):
+    """Each channel of a record normalised by itself (or, in evaluation, by fixed statistics)."""
+
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift."""
+        return call.argument(3, "weight"), call.argument(4, "bias")
+
+    def normalised(self, call: Call) -> Tensor:
+        """Each channel centred, and divided by its standard deviation."""
+        x, own = call.argument(0, "input"), call.argument(5, "use_input_stats", True)
+        statistics = (None, None) if own else _statistics(call)
+        eps = call.argument(7, "eps", 1e-5)
+        return F.instance_norm(x, *statistics, use_input_stats=own, eps=eps)
+
+
+class FrozenBatchNorm(Channels):
+    """Batch normalisation by fixed statistics (evaluation mode); by those of the batch: refused."""
+
+    def run(self, call: Call) -> Ran:
+        """Refuse statistics of the batch."""
+        if call.argument(5, "training", False):
+            raise CouplingError(
+                "Batch normalisation in training mode was required to be absent and was found: it "
+                "uses statistics of the whole batch, so records couple and the privacy guarantee "
+                "does not hold. Call dpis.fix(module), or put the layer in evaluation mode."
+            )
+        return super().run(call)
+
+    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift."""
+        return call.argument(3, "weight"), call.argument(4, "bias")
+
+    def normalised(self, call: Call) -> Tensor:
+        """Centred and divided by the fixed statistics."""
+        x, eps = call.argument(0, "input"), call.argument(7, "eps", 1e-5)
+        return F.batch_norm(x, *_statistics(call), training=False, eps=eps)
+
+
+def _statistics(call: Call) -> tuple[Tensor | None, Tensor | None]:
+    return call.argument(1, "running_mean"), call.argument(2, "running_var")
+
+
+RULES: RuleTable = {
+    F.layer_norm: LayerNorm(),
+    F.rms_norm: RMSNorm(),
+    F.group_norm: GroupNorm(),
+    F.instance_norm: InstanceNorm(),
+    F.batch_norm: FrozenBatchNorm(),
+}
