@@ -1,1 +1,68 @@
-"""How much noise a budget asks for, and what a finished run has spent. Needs no torch."""
+"""How much noise a budget asks for, and what a finished run has spent. Needs no torch.
+
+Data flows one way: `Budget` and `Workload` go into a plan (`plan_predeclared`, `plan_adaptive`); the plan into a
+`Header`; a `LedgerWriter` lets each event pass the header's guard and writes it down; `verify_ledger` recomputes
+epsilon from the file alone.
+"""
+
+from dpis.accounting.accountants import Accountant, epsilon_by_pld, epsilon_by_rdp
+from dpis.accounting.adaptive import (
+    AdaptivePlan,
+    NormSumBounds,
+    adaptive_step,
+    next_grad_noise,
+    plan_adaptive,
+)
+from dpis.accounting.budget import Adjacency, Budget
+from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
+from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter
+from dpis.accounting.ledger import (
+    CountSource,
+    Entry,
+    Header,
+    Ledger,
+    Mode,
+    read_ledger,
+)
+from dpis.accounting.ledger_writer import LedgerWriter
+from dpis.accounting.plan import PredeclaredPlan, plan_predeclared
+from dpis.accounting.schedule import exponential_decay, kappa_schedule
+from dpis.accounting.verify import Verdict, verify_ledger
+from dpis.accounting.workload import Cadence, PlannedRun, Release, Workload
+
+__all__ = [
+    "Accountant",
+    "AdaptivePlan",
+    "Adjacency",
+    "Budget",
+    "Cadence",
+    "Composition",
+    "CountSource",
+    "Entry",
+    "Event",
+    "Gaussian",
+    "Guard",
+    "Header",
+    "Ledger",
+    "LedgerWriter",
+    "Mode",
+    "NormSumBounds",
+    "PlannedRun",
+    "PlannedSequence",
+    "PoissonGaussian",
+    "PredeclaredPlan",
+    "Release",
+    "RenyiFilter",
+    "Verdict",
+    "Workload",
+    "adaptive_step",
+    "epsilon_by_pld",
+    "epsilon_by_rdp",
+    "exponential_decay",
+    "kappa_schedule",
+    "next_grad_noise",
+    "plan_adaptive",
+    "plan_predeclared",
+    "read_ledger",
+    "verify_ledger",
+]

@@ -1,0 +1,7 @@
+"""``python -m dpis``."""
+
+import sys
+
+from dpis.cli import main
+
+sys.exit(main())

@@ -1,0 +1,86 @@
+"""Epsilon of a composition that is fixed beforehand: by privacy loss distributions, or by Renyi divergences.
+
+Both are upper bounds, by dp-accounting's mathematics; PLD is the tighter one.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import dp_accounting
+from dp_accounting import pld, rdp
+
+from dpis.accounting.events import Composition
+from dpis.accounting.renyi import best_order
+from dpis.errors import InputError
+
+FINEST_COARSE_INTERVAL = 1e-4
+"""The widest discretisation of privacy loss that a final answer may rest on."""
+
+SMALLEST_PLD_DELTA = 1e-9
+"""Below this, rounding in the convolutions outweighs the pessimistic discretisation.
+
+Measured against the exact Gaussian answer: 10,000 compositions at delta 1e-11 come out 0.008 % *below* the truth,
+at 1e-13 0.5 % below; at 1e-9 they are 0.0008 % above it.
+"""
+
+
+class Accountant(StrEnum):
+    """How epsilon is computed from events."""
+
+    PLD = "pld"
+    RDP = "rdp"
+
+    @classmethod
+    def parse(cls, name: str) -> Accountant:
+        """The accountant of that name."""
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(a.value for a in cls)
+            raise InputError(f"accountant must be one of {known}, found {name!r}") from None
+
+
+def epsilon_by_pld(
+    composition: Composition, delta: float, interval: float = FINEST_COARSE_INTERVAL
+) -> float:
+    """Epsilon at ``delta`` by privacy loss distributions, add and remove directions, pessimistic.
+
+    Args:
+        composition: Events fixed before the data is touched.
+        delta: At least `SMALLEST_PLD_DELTA`.
+        interval: Discretisation of privacy loss. A finer one is tighter, never less sound.
+
+    Returns:
+        An upper bound on epsilon, at least 0; ``inf`` where none could be established.
+    """
+    if delta < SMALLEST_PLD_DELTA:
+        raise InputError(
+            f"the pld accountant needs delta >= {SMALLEST_PLD_DELTA:g}, found {delta:g}: below that, "
+            "rounding could understate epsilon. Use the rdp accountant"
+        )
+    accountant = pld.PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(composition.to_dp_accounting())
+    epsilon = float(accountant.get_epsilon(delta))
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+def epsilon_by_rdp(composition: Composition, delta: float) -> float:
+    """Epsilon at ``delta`` by Renyi divergences, the smallest over orders (not below 0).
+
+    Integer orders first; where the best of them is small, fractional orders around it too. A
+    fractional order that does not converge counts as ``inf``, so it never decides.
+    """
+    if not composition.events:
+        return 0.0
+    epsilon, order = best_order(composition, delta)
+    if order > 16:
+        return epsilon
+    around = [
+        order + tenths / 10 for tenths in range(-8, 9, 2) if tenths and order + tenths / 10 > 1
+    ]
+    accountant = rdp.RdpAccountant(around, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(composition.to_dp_accounting())
+    fractional = float(accountant.get_epsilon(delta))
+    return min(epsilon, math.inf if math.isnan(fractional) else max(0.0, fractional))

@@ -1,0 +1,255 @@
+"""The adaptive mode: noise solved epoch by epoch from released norm sums, under a Renyi filter.
+
+This is the paper's schedule (section 4.2) on sound ground: one integer order fixed from a public plan, every
+data-dependent scalar an event, the rest of the run reserved before an epoch may spend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpis.accounting.budget import Adjacency, Budget
+from dpis.accounting.calibration import smallest_parameter
+from dpis.accounting.events import PoissonGaussian
+from dpis.accounting.renyi import (
+    INTEGER_ORDERS,
+    composed_divergence,
+    conversion_offset,
+    renyi_budget,
+    renyi_divergence,
+)
+from dpis.accounting.workload import (
+    Cadence,
+    PlannedRun,
+    Release,
+    Workload,
+    composition_of,
+    planned_runs,
+)
+from dpis.errors import BudgetExceededError, InputError
+
+NORM_SUM = "norm-sum"
+"""The ledger's label of a released norm sum K'."""
+
+NORM_SUM_SHARE = 0.02
+"""Of the budget, for all norm sums together; and of n_public, the least noise multiplier of one."""
+
+_ROUNDING_RESERVE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class NormSumBounds:
+    """The public interval a released norm sum is clipped to: ``[b·C/pi_cap, n_public·C]``."""
+
+    lowest: float
+    highest: float
+
+    @classmethod
+    def create(
+        cls, *, n_public: int, batch_size: int, clip_norm: float, pi_cap: float = 0.5
+    ) -> NormSumBounds:
+        """Bounds that keep every inclusion probability at or below ``pi_cap`` and kappa at or below 1."""
+        if not 0 < pi_cap <= 1:
+            raise InputError(f"pi_cap must lie in (0, 1], found {pi_cap!r}")
+        if not (math.isfinite(clip_norm) and clip_norm > 0):
+            raise InputError(f"clip norm must be a finite number above 0, found {clip_norm!r}")
+        if batch_size > n_public * pi_cap:
+            raise InputError(
+                f"batch size {batch_size} over n_public {n_public} is above pi_cap {pi_cap:g}: adaptive "
+                "mode has no room to lower kappa. Use a smaller batch, a larger pi_cap, or the predeclared mode"
+            )
+        return cls(batch_size * clip_norm / pi_cap, n_public * clip_norm)
+
+    def clip(self, noisy_norm_sum: float) -> float:
+        """``K_tilde`` from ``K'``. NaN gives the upper bound, which is always safe (kappa = 1)."""
+        if math.isnan(noisy_norm_sum):
+            return self.highest
+        return min(max(noisy_norm_sum, self.lowest), self.highest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptivePlan:
+    """What is fixed before an adaptive run: the filter's terms, every release, and the kappa = 1 schedule."""
+
+    budget: Budget
+    adjacency: Adjacency
+    workload: Workload
+    """With kappa = 1 throughout."""
+    order: int
+    """``α``, the one Renyi order of the filter."""
+    rho_budget: float
+    """``ε - off(α)``: what the run may spend at that order."""
+    a_e: float
+    releases: tuple[Release, ...]
+    """The norm sums and whatever else is released beside the gradients."""
+    norm_noise_multiplier: float
+    """``σ_K``."""
+    noise_multiplier: float
+    """``z`` of every epoch if every kappa were 1; then ``z = σ_G``."""
+
+    @property
+    def runs(self) -> tuple[PlannedRun, ...]:
+        """Every event of the kappa = 1 run, in its order."""
+        z = (self.noise_multiplier,) * self.workload.epochs
+        return tuple(planned_runs(self.workload, z, self.releases))
+
+    @property
+    def first_phase(self) -> int:
+        """``floor(a_E · E)``: so many epochs budget for the rest of the run as if kappa were 1."""
+        return math.floor(self.a_e * self.workload.epochs + 1e-9)
+
+    @property
+    def smallest_kappa(self) -> float:
+        """Below it the sampling rate would pass 1; `NormSumBounds` keeps kappa further away."""
+        return self.workload.batch_size / self.workload.n_public
+
+
+def plan_adaptive(
+    budget: Budget,
+    workload: Workload,
+    *,
+    a_e: float = 0.8,
+    adjacency: Adjacency = Adjacency.ADD_REMOVE,
+    releases: Sequence[Release] = (),
+    norm_releases_per_epoch: Sequence[Cadence] = (Cadence.EACH_EPOCH,),
+) -> AdaptivePlan:
+    """Fix the filter's order and the releases from a public plan with kappa = 1.
+
+    ``σ_K = max(0.02·n_public, the value that costs 2 % of the budget)``, over all norm sums together.
+
+    Args:
+        budget: The promise to keep.
+        workload: Its kappa must be 1: the real one is released, epoch by epoch.
+        a_e: The share of epochs that budget for the future as if kappa were 1.
+        adjacency: Which data sets are kept apart.
+        releases: Further noisy statistics with their noise (a noisy N, K* has its own cadence below).
+        norm_releases_per_epoch: One cadence for each norm sum: K' each epoch; with adaptive clipping K* too.
+    """
+    if not 0 <= a_e <= 1:
+        raise InputError(f"a_e must lie in [0, 1], found {a_e!r}")
+    if any(kappa != 1 for kappa in workload.kappa):
+        raise InputError(
+            "the adaptive mode releases kappa during the run: leave kappa out, or use the predeclared mode"
+        )
+    epochs = workload.epochs
+    norm_sums = sum(Release("", 1.0, cadence).times(epochs) for cadence in norm_releases_per_epoch)
+    others = composition_of([PlannedRun(r.label, r.event, r.times(epochs)) for r in releases])
+    fixed_costs = {
+        order: _norm_sum_cost(budget, workload.n_public, norm_sums, order)
+        + composed_divergence(others, order)
+        for order in INTEGER_ORDERS
+        if renyi_budget(budget, order) > 0
+    }
+    order, z = _public_plan(budget, workload, fixed_costs)
+    sigma_k = _norm_noise_multiplier(budget, workload.n_public, norm_sums, order)
+    norm_releases = [Release(NORM_SUM, sigma_k, cadence) for cadence in norm_releases_per_epoch]
+    return AdaptivePlan(
+        budget=budget,
+        adjacency=adjacency,
+        workload=workload,
+        order=order,
+        rho_budget=renyi_budget(budget, order),
+        a_e=a_e,
+        releases=(*releases, *norm_releases),
+        norm_noise_multiplier=sigma_k,
+        noise_multiplier=z,
+    )
+
+
+def _public_plan(
+    budget: Budget, workload: Workload, fixed_costs: dict[int, float]
+) -> tuple[int, float]:
+    """The order at which the kappa = 1 run needs the least noise, and that noise."""
+    if all(renyi_budget(budget, order) <= cost for order, cost in fixed_costs.items()):
+        raise InputError(
+            f"no noise meets epsilon = {budget.epsilon:g}, delta = {budget.delta:g} in the adaptive mode: "
+            "converting from Renyi divergence, and what is released beside the gradients, already costs that "
+            "much. Ask for a larger epsilon, or use the predeclared mode"
+        )
+
+    def epsilon_at(z: float) -> tuple[float, int]:
+        step = PoissonGaussian(sampling_rate=workload.sampling_rate[0], noise_multiplier=z)
+        return min(
+            (
+                workload.steps * renyi_divergence(step, order)
+                + cost
+                + conversion_offset(order, budget.delta),
+                order,
+            )
+            for order, cost in fixed_costs.items()
+        )
+
+    z = smallest_parameter(
+        lambda z: max(0.0, epsilon_at(z)[0]), budget.epsilon, guess=1.0, tolerance=1e-4
+    )
+    return epsilon_at(z)[1], z
+
+
+def _norm_noise_multiplier(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
+    share = NORM_SUM_SHARE * renyi_budget(budget, order)
+    costs_its_share = math.sqrt(norm_sums * order / (2 * share))
+    return max(NORM_SUM_SHARE * n_public, costs_its_share)
+
+
+def _norm_sum_cost(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
+    sigma_k = _norm_noise_multiplier(budget, n_public, norm_sums, order)
+    return norm_sums * order / (2 * sigma_k**2)
+
+
+def next_grad_noise(plan: AdaptivePlan, *, epoch: int, kappa: float, spent: float) -> float:
+    """``σ_G`` for the coming epoch: the smallest that leaves enough for the rest of the run.
+
+    Requires ``spent + this epoch + remaining epochs + reserved releases <= rho_budget``, where the remaining
+    epochs use the same σ_G, with kappa = 1 while in the first phase and the current kappa after it.
+
+    Args:
+        plan: The public plan.
+        epoch: Counted from 1.
+        kappa: ``K_tilde / (n_public·C)`` as released for this epoch.
+        spent: ``Σ ρ`` of everything released so far, this epoch's norm sum included.
+    """
+    workload = plan.workload
+    if not 1 <= epoch <= workload.epochs:
+        raise InputError(f"epoch must lie in 1..{workload.epochs}, found {epoch}")
+    if not plan.smallest_kappa <= kappa <= 1:
+        raise InputError(f"kappa must lie in [{plan.smallest_kappa:g}, 1], found {kappa!r}")
+    later = workload.epochs - epoch
+    later_kappa = 1.0 if epoch <= plan.first_phase else kappa
+    affordable = plan.rho_budget * (1 - _ROUNDING_RESERVE) - spent - _reserved(plan, epoch)
+    if affordable <= 0:
+        raise BudgetExceededError(
+            f"nothing is left for epoch {epoch}: {spent:.6g} of {plan.rho_budget:.6g} spent and the rest reserved"
+        )
+
+    def cost(sigma: float) -> float:
+        return workload.steps_per_epoch * (
+            _step_cost(plan, sigma, kappa) + later * _step_cost(plan, sigma, later_kappa)
+        )
+
+    return smallest_parameter(cost, affordable, guess=plan.noise_multiplier, tolerance=1e-6)
+
+
+def _step_cost(plan: AdaptivePlan, sigma: float, kappa: float) -> float:
+    return renyi_divergence(adaptive_step(plan.workload, sigma, kappa), plan.order)
+
+
+def adaptive_step(
+    workload: Workload, grad_noise_multiplier: float, kappa: float
+) -> PoissonGaussian:
+    """One iteration in normal form: ``π = b/(kappa·n_public)``, ``z = σ_G/kappa``."""
+    return PoissonGaussian(
+        sampling_rate=min(1.0, workload.batch_size / (kappa * workload.n_public)),
+        noise_multiplier=grad_noise_multiplier / kappa,
+    )
+
+
+def _reserved(plan: AdaptivePlan, epoch: int) -> float:
+    """What the releases after this epoch's own will cost."""
+    later = plan.workload.epochs - epoch
+    still = {Cadence.ONCE: 0, Cadence.EACH_EPOCH: later, Cadence.BETWEEN_EPOCHS: later}
+    return math.fsum(
+        still[release.cadence] * renyi_divergence(release.event, plan.order)
+        for release in plan.releases
+    )

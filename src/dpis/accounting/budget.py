@@ -1,0 +1,59 @@
+"""The promise: a budget (epsilon, delta), and between which data sets it holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dpis.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """An (epsilon, delta) promise: ``P(M(D) ∈ S) ≤ exp(epsilon)·P(M(D') ∈ S) + delta``."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise InputError(f"epsilon must be a finite number above 0, found {self.epsilon!r}")
+        if not 0 < self.delta < 1:
+            raise InputError(f"delta must lie strictly between 0 and 1, found {self.delta!r}")
+
+    def split(self, share: float) -> tuple[Budget, Budget]:
+        """Two budgets that add up to this one: ``share`` of it, and the rest.
+
+        For a release whose outcome the plan of the rest depends on (a noisy N in predeclared mode):
+        by basic composition the two promises together are this one.
+        """
+        if not 0 < share < 1:
+            raise InputError(f"share must lie strictly between 0 and 1, found {share!r}")
+        first = Budget(self.epsilon * share, self.delta * share)
+        return first, Budget(self.epsilon - first.epsilon, self.delta - first.delta)
+
+
+class Adjacency(StrEnum):
+    """Which two data sets the promise keeps apart."""
+
+    ADD_REMOVE = "add-remove"
+    """One has a record more; the number of records is not revealed."""
+
+    ZERO_OUT = "zero-out"
+    """One record is replaced by nothing at the same declared count: the number of records is public."""
+
+    @classmethod
+    def parse(cls, name: str) -> Adjacency:
+        """The adjacency of that name; replace-one is refused with what to do instead."""
+        if name == "replace-one":
+            raise InputError(
+                "replace-one adjacency is not supported: Poisson sampling is accounted for adding or "
+                "removing a record. Use add-remove; by group privacy its (epsilon, delta) implies "
+                "(2 epsilon, (1 + exp(epsilon)) delta) for replacing one"
+            )
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(a.value for a in cls)
+            raise InputError(f"adjacency must be one of {known}, found {name!r}") from None

@@ -1,0 +1,103 @@
+"""The smallest noise that keeps a promise: root-finding that knows no mechanism."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dpis.errors import InputError
+
+LARGEST_PARAMETER = 1e12
+_LONGEST_STEP = math.log(16.0)
+_SMALLEST_LOG = math.log(1e-300)
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """An evaluated parameter: its logarithm, and the logarithm of epsilon over the target there."""
+
+    log_x: float
+    log_excess: float
+
+    @property
+    def private(self) -> bool:
+        return self.log_excess <= 0.0
+
+    @property
+    def informative(self) -> bool:
+        """Neither infinite nor zero, so that a slope through it means something."""
+        return math.isfinite(self.log_excess) and self.log_excess > _SMALLEST_LOG / 2
+
+
+def smallest_parameter(
+    epsilon_of: Callable[[float], float],
+    target: float,
+    *,
+    guess: float,
+    slope: float | None = None,
+    tolerance: float = 3e-4,
+    most_evaluations: int = 80,
+) -> float:
+    """The smallest ``x`` with ``epsilon_of(x) <= target``, for a decreasing function, from the private side.
+
+    A secant in log-log coordinates (epsilon is nearly a power of the noise) inside a shrinking bracket.
+    The value returned was itself evaluated and met the target: rounding can cost noise, never privacy.
+
+    Args:
+        epsilon_of: Decreasing; may return 0 or ``inf``.
+        target: Above 0.
+        guess: Where to look first.
+        slope: ``d log epsilon / d log x`` near the guess, if known: it saves an evaluation.
+        tolerance: The result is about this much (relative) above the tightest parameter at most.
+        most_evaluations: After so many without an answer the search gives up with an error.
+
+    Raises:
+        InputError: No parameter up to `LARGEST_PARAMETER` meets the target.
+    """
+    low, high = -math.inf, math.inf  # the largest log x known too small, the smallest known private
+    before: _Point | None = None
+    log_x = math.log(guess)
+    for _ in range(most_evaluations):
+        if log_x > math.log(LARGEST_PARAMETER):
+            break
+        epsilon = epsilon_of(math.exp(log_x))
+        log_epsilon = math.log(epsilon) if epsilon > 0 else _SMALLEST_LOG
+        now = _Point(log_x, log_epsilon - math.log(target))
+        low, high = (low, log_x) if now.private else (log_x, high)
+        slope = _slope(before, now) or slope
+        if now.private and (high - low <= tolerance or _close(now, slope, tolerance)):
+            return math.exp(log_x)
+        before, log_x = now, _propose(now, slope, low, high, tolerance)
+    raise InputError(
+        f"no noise meets epsilon = {target:g} here: what is released beside the gradients, or the resolution "
+        "of the accounting, already costs that much. Ask for a larger epsilon or delta, or release less"
+    )
+
+
+def _slope(before: _Point | None, now: _Point) -> float | None:
+    """D log epsilon / d log x through the last two points, where it can be trusted."""
+    if before is None or not (before.informative and now.informative):
+        return None
+    slope = (now.log_excess - before.log_excess) / (now.log_x - before.log_x)
+    return slope if slope < -1e-6 else None
+
+
+def _close(now: _Point, slope: float | None, tolerance: float) -> bool:
+    """Whether the root is within ``tolerance`` below a private point, by the local slope."""
+    return slope is not None and now.informative and now.log_excess / slope <= tolerance
+
+
+def _propose(now: _Point, slope: float | None, low: float, high: float, tolerance: float) -> float:
+    """Where to look next: the secant's root, a hair on the private side, kept inside the bracket."""
+    if now.informative:
+        step = -now.log_excess / (slope if slope is not None else -1.0) + tolerance / 3
+        step = min(max(step, -_LONGEST_STEP), _LONGEST_STEP)
+    else:
+        step = -_LONGEST_STEP if now.private else _LONGEST_STEP
+    proposal = now.log_x + step
+    if low < proposal < high:
+        return proposal
+    if math.isinf(low) or math.isinf(high):
+        return now.log_x + (-_LONGEST_STEP if now.private else _LONGEST_STEP)
+    return (low + high) / 2

@@ -1,0 +1,182 @@
+"""Writing a ledger: every event passes its guard and is on disk before its output may be used."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from dpis.accounting.events import Event
+from dpis.accounting.filter import Guard
+from dpis.accounting.ledger import (
+    CHAIN_ROOT,
+    End,
+    Entry,
+    Header,
+    complete_lines,
+    encode_line,
+    end_body,
+    entry_body,
+    header_body,
+    read_ledger,
+)
+from dpis.errors import BrokenLedgerError, DpisError, InputError, LedgerError
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class LedgerWriter:
+    """Appends events to a ledger, each on disk before `record` returns; only then may its output be used.
+
+    Every event passes the header's guard first, so a ledger never holds more than its claim covers.
+
+    Example:
+        >>> from dpis.accounting import *
+        >>> plan = plan_predeclared(Budget(1.0, 1e-5), Workload.create(n_public=1000, batch_size=100, epochs=1))
+        >>> header = Header(claim=plan.budget, adjacency=plan.adjacency, n_public=1000, mode=Mode.PREDECLARED,
+        ...                 n_public_source=CountSource.GIVEN, planned=plan.runs)
+        >>> path = getfixture("tmp_path") / "ledger.jsonl"
+        >>> with LedgerWriter.create(path, header) as ledger:
+        ...     ledger.record("gradient", plan.runs[0].event)
+        >>> len(read_ledger(path).entries)
+        1
+    """
+
+    def __init__(self, path: Path, header: Header, guard: Guard, recorded: int, chain: str):
+        self.path = path
+        self.header = header
+        self.guard = guard
+        self.recorded = recorded
+        self._chain = chain
+        self._file = path.open("ab")
+        _lock(self._file, path)
+
+    @classmethod
+    def create(cls, path: Path, header: Header) -> LedgerWriter:
+        """Begin a new ledger. A file that exists is never written over."""
+        guard = header.guard()
+        line, chain = encode_line(header_body(header), CHAIN_ROOT)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            raise InputError(
+                f"{path} exists already: a ledger is never written over, since it would hide what was spent. "
+                "Resume that run, or choose another folder"
+            ) from None
+        except OSError as error:
+            raise InputError(f"cannot write the ledger {path}: {error.strerror}") from None
+        with os.fdopen(descriptor, "wb") as file:
+            _write_through(file, path, line)
+        _sync_folder(path.parent)
+        return cls(path, header, guard, 0, chain)
+
+    @classmethod
+    def reopen(cls, path: Path) -> LedgerWriter:
+        """Go on with an unfinished ledger: whatever it holds is spent already.
+
+        A torn last line is cut off first. Its event counts as spent, so the one thing that may follow is that
+        same event again, with the same randomness; the guard stands where it stood before it.
+        """
+        ledger = read_ledger(path)
+        if ledger.end is not None:
+            raise InputError(f"{path} is finished: nothing may be added to it")
+        guard = ledger.header.guard()
+        for number, entry in enumerate(ledger.entries, start=2):
+            try:
+                guard.admit(entry.event)
+            except DpisError as error:
+                raise BrokenLedgerError(number, str(error)) from None
+        lines = complete_lines(path.read_bytes())
+        if ledger.torn:
+            os.truncate(path, sum(len(line) + 1 for line in lines))
+        return cls(path, ledger.header, guard, len(ledger.entries), json.loads(lines[-1])["chain"])
+
+    def record(self, label: str, event: Event) -> None:
+        """Spend one event: refused by the guard, or on disk when this returns."""
+        self.record_all([Entry(label, event)])
+
+    def record_all(self, entries: Iterable[Entry]) -> None:
+        """Spend several events ahead of their releases, with one wait for the disk.
+
+        A crash then leaves a ledger that claims more than was released, never less. If the guard
+        refuses one of them, those before it are recorded and the refusal is raised.
+        """
+        lines = []
+        try:
+            for entry in entries:
+                self.guard.admit(entry.event)
+                line, self._chain = encode_line(entry_body(self.recorded, entry), self._chain)
+                lines.append(line)
+                self.recorded += 1
+        finally:
+            _write_through(self._file, self.path, b"".join(lines))
+
+    def finish(self, model_sha256: str) -> None:
+        """Close the ledger over the released model."""
+        if not _SHA256.fullmatch(model_sha256):
+            raise InputError(f"a sha256 has 64 hexadecimal digits, found {model_sha256!r}")
+        line, self._chain = encode_line(end_body(End(self.recorded, model_sha256)), self._chain)
+        _write_through(self._file, self.path, line)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file; an unfinished run can be resumed."""
+        self._file.close()
+
+    def __enter__(self) -> LedgerWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _write_through(file: BinaryIO, path: Path, data: bytes) -> None:
+    """Write to the disk itself. After a failure the file is closed: no event may follow a torn line."""
+    try:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(
+            OSError
+        ):  # what could not be flushed stays torn, and counts as spent
+            file.close()
+        raise LedgerError(
+            f"cannot write the ledger {path}: {error.strerror}. The run must stop: the event was not released"
+        ) from None
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """One writer at a time, where the platform has advisory locks."""
+    try:
+        import fcntl
+    except ImportError:  # pragma: no cover - a platform without them
+        return
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise InputError(
+            f"{path} is being written by another process: wait for it, or stop it"
+        ) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the file's name durable too, where the platform can."""
+    if not hasattr(os, "O_DIRECTORY"):  # pragma: no cover - a platform without it
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,302 @@
+"""`dpis plan`: how much noise for this budget?"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dpis.accounting import (
+    Accountant,
+    AdaptivePlan,
+    Adjacency,
+    Budget,
+    Cadence,
+    Composition,
+    PlannedRun,
+    PredeclaredPlan,
+    Release,
+    Workload,
+    epsilon_by_pld,
+    epsilon_by_rdp,
+    exponential_decay,
+    plan_adaptive,
+    plan_predeclared,
+)
+from dpis.accounting.accountants import SMALLEST_PLD_DELTA
+from dpis.accounting.ledger import Mode
+from dpis.accounting.renyi import best_order, renyi_divergence
+from dpis.accounting.workload import composition_of
+from dpis.errors import InputError
+
+
+def plan(
+    epsilon: Annotated[float, typer.Option(help="The budget's epsilon.")],
+    n_public: Annotated[
+        int, typer.Option(help="The declared number of records; never read from the data.")
+    ],
+    batch_size: Annotated[
+        int, typer.Option(help="Expected batch size b; an epoch has floor(n_public/b) steps.")
+    ],
+    epochs: Annotated[int, typer.Option(help="Number of epochs.")],
+    delta: Annotated[float, typer.Option(help="The budget's delta.")] = 1e-5,
+    kappa: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VALUE|A:B|LIST",
+            help="Norm utilisation in (0, 1]: a number, linear A:B, or a list.",
+        ),
+    ] = None,
+    equivalent_batch: Annotated[
+        float | None,
+        typer.Option(
+            help="B = b/kappa, the DP-SGD batch with the same privacy; instead of --kappa."
+        ),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option(metavar="predeclared|adaptive", help="What the claim rests on.")
+    ] = "predeclared",
+    accountant: Annotated[
+        str | None,
+        typer.Option(metavar="pld|rdp", help="Predeclared: pld (default) or rdp. Adaptive: rdp."),
+    ] = None,
+    adjacency: Annotated[
+        str,
+        typer.Option(
+            metavar="add-remove|zero-out", help="Between which data sets the promise holds."
+        ),
+    ] = "add-remove",
+    a_e: Annotated[
+        float | None,
+        typer.Option(
+            "--a-e", help="Adaptive: share of epochs that reserve for kappa = 1. [default: 0.8]"
+        ),
+    ] = None,
+    decay_rate: Annotated[
+        float | None,
+        typer.Option(help="Predeclared: noise falls as exp(-rate*epoch), typically 0.001 to 0.01."),
+    ] = None,
+    release: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MULTIPLIER[@epoch]",
+            help="Another noisy statistic, paid for first; @epoch: once an epoch. May be repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.")
+    ] = False,
+) -> None:
+    """How much noise does this budget ask for?"""
+    budget = Budget(epsilon, delta)
+    neighbours = Adjacency.parse(adjacency)
+    workload = Workload.create(
+        n_public=n_public,
+        batch_size=batch_size,
+        epochs=epochs,
+        kappa=kappa,
+        equivalent_batch=equivalent_batch,
+    )
+    releases = [_parse_release(text) for text in release or []]
+    result: PredeclaredPlan | AdaptivePlan
+    if _parse_mode(mode) is Mode.PREDECLARED:
+        _refuse("--a-e", a_e, "the adaptive mode")
+        result = plan_predeclared(
+            budget,
+            workload,
+            accountant=Accountant.parse(accountant or "pld"),
+            adjacency=neighbours,
+            noise_shape=None if decay_rate is None else exponential_decay(decay_rate, epochs),
+            releases=releases,
+        )
+    else:
+        _refuse("--decay-rate", decay_rate, "the predeclared mode")
+        if Accountant.parse(accountant or "rdp") is not Accountant.RDP:
+            raise InputError(
+                "the adaptive mode is accounted by a Renyi filter alone: leave --accountant out or use rdp"
+            )
+        result = plan_adaptive(
+            budget,
+            workload,
+            a_e=0.8 if a_e is None else a_e,
+            adjacency=neighbours,
+            releases=releases,
+        )
+    if as_json:
+        typer.echo(json.dumps(plan_as_json(result)))
+    else:
+        print_plan(result, Console())
+
+
+def _refuse(option: str, value: object, where: str) -> None:
+    if value is not None:
+        raise InputError(f"{option} belongs to {where}: it would have no effect here")
+
+
+def _parse_mode(name: str) -> Mode:
+    try:
+        return Mode(name)
+    except ValueError:
+        raise InputError(f"mode must be predeclared or adaptive, found {name!r}") from None
+
+
+def _parse_release(text: str) -> Release:
+    name, separator, rest = text.partition("=")
+    number, at, cadence = rest.partition("@")
+    try:
+        multiplier = float(number)
+    except ValueError:
+        multiplier = float("nan")
+    if not (separator and name and multiplier > 0) or (at and cadence != "epoch"):
+        raise InputError(
+            f"--release takes NAME=MULTIPLIER or NAME=MULTIPLIER@epoch, found {text!r}"
+        )
+    release = Release(name, multiplier, Cadence.EACH_EPOCH if at else Cadence.ONCE)
+    _ = release.event  # a multiplier that cannot be accounted for is refused here, by name
+    return release
+
+
+def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
+    """The plan as one JSON object; per-epoch values are lists of length E."""
+    workload, composition = plan.workload, composition_of(plan.runs)
+    epsilon_rdp = epsilon_by_rdp(composition, plan.budget.delta)
+    common = {
+        "epsilon_target": plan.budget.epsilon,
+        "delta": plan.budget.delta,
+        "adjacency": plan.adjacency.value,
+        "n_public": workload.n_public,
+        "batch_size": workload.batch_size,
+        "epochs": workload.epochs,
+        "steps_per_epoch": workload.steps_per_epoch,
+        "steps": workload.steps,
+        "kappa": list(workload.kappa),
+        "sampling_rate": list(workload.sampling_rate),
+        "equivalent_batch": list(workload.equivalent_batch),
+        "epsilon_rdp": epsilon_rdp,
+        "epsilon_pld": _epsilon_pld(plan, composition),
+        "releases": [
+            {
+                "label": r.label,
+                "noise_multiplier": r.noise_multiplier,
+                "times": r.times(workload.epochs),
+            }
+            for r in plan.releases
+        ],
+    }
+    if isinstance(plan, PredeclaredPlan):
+        return {
+            "mode": Mode.PREDECLARED.value,
+            "accountant": plan.accountant.value,
+            "epsilon": plan.epsilon,
+            **common,
+            "grad_noise_multiplier": list(plan.grad_noise_multipliers),
+            "noise_multiplier_z": list(plan.noise_multipliers),
+        }
+    noise = [plan.noise_multiplier] * workload.epochs
+    return {
+        "mode": Mode.ADAPTIVE.value,
+        "accountant": Accountant.RDP.value,
+        "epsilon": min(
+            plan.budget.epsilon, best_order(composition, plan.budget.delta, [plan.order])[0]
+        ),
+        **common,
+        "grad_noise_multiplier": noise,
+        "noise_multiplier_z": noise,
+        "a_e": plan.a_e,
+        "alpha": plan.order,
+        "rho_budget": plan.rho_budget,
+        "norm_noise_multiplier": plan.norm_noise_multiplier,
+    }
+
+
+def _epsilon_pld(plan: PredeclaredPlan | AdaptivePlan, composition: Composition) -> float | None:
+    if isinstance(plan, PredeclaredPlan) and plan.accountant is Accountant.PLD:
+        return plan.epsilon
+    if plan.budget.delta < SMALLEST_PLD_DELTA:
+        return None
+    return epsilon_by_pld(composition, plan.budget.delta)
+
+
+def print_plan(plan: PredeclaredPlan | AdaptivePlan, console: Console) -> None:
+    """The plan for a reader: the claim, what each kind of event spends, the noise of each epoch."""
+    data = plan_as_json(plan)
+    console.print(
+        f"[bold]{data['mode']} plan[/bold]  epsilon = {data['epsilon_target']:g}, delta = {data['delta']:g}"
+    )
+    console.print(_claim_in_words(plan, data))
+    console.print(_spending_table(plan))
+    console.print(_epoch_table(data))
+
+
+def _claim_in_words(plan: PredeclaredPlan | AdaptivePlan, data: dict[str, Any]) -> str:
+    pld = "not computed" if data["epsilon_pld"] is None else f"{data['epsilon_pld']:.4f}"
+    lines = [
+        f"  {data['steps']:,} steps ({data['epochs']} epochs of {data['steps_per_epoch']}) on {data['n_public']:,} "
+        f"records, {data['adjacency']} adjacency",
+        f"  epsilon by PLD {pld}, by RDP {data['epsilon_rdp']:.4f}",
+    ]
+    if isinstance(plan, AdaptivePlan):
+        lines += [
+            f"  Renyi filter at order alpha = {plan.order}, rho budget {plan.rho_budget:.6g}, a_E = {plan.a_e:g}",
+            f"  norm sums are released with noise multiplier {plan.norm_noise_multiplier:g}",
+            "  noise below: for kappa = 1; a run lowers it as the released norms fall",
+            "  the claim is the budget; PLD does not apply to noise chosen during the run",
+        ]
+    return "\n".join(lines)
+
+
+def _spending_table(plan: PredeclaredPlan | AdaptivePlan) -> Table:
+    """What each kind of event spends, as a share of the Renyi divergence at the plan's best order."""
+    composition = composition_of(plan.runs)
+    order = (
+        plan.order
+        if isinstance(plan, AdaptivePlan)
+        else best_order(composition, plan.budget.delta)[1]
+    )
+    spent: dict[str, tuple[int, float]] = {}
+    for run in plan.runs:
+        count, cost = spent.get(run.label, (0, 0.0))
+        spent[run.label] = (count + run.count, cost + _cost(run, order))
+    total = sum(cost for _, cost in spent.values())
+    table = Table("event", "count", f"spends (at Renyi order {order})", title_justify="left")
+    for label, (count, cost) in spent.items():
+        table.add_row(label, f"{count:,}", f"{100 * cost / total:.2f} %")
+    return table
+
+
+def _cost(run: PlannedRun, order: int) -> float:
+    return run.count * renyi_divergence(run.event, order)
+
+
+def _epoch_table(data: dict[str, Any]) -> Table:
+    """Noise and sampling by epoch; epochs that are alike share a row."""
+    table = Table(
+        "epochs",
+        "kappa",
+        "noise sigma_G",
+        "noise z",
+        "sampling rate",
+        "same privacy as DP-SGD with batch",
+    )
+    keys = (
+        "kappa",
+        "grad_noise_multiplier",
+        "noise_multiplier_z",
+        "sampling_rate",
+        "equivalent_batch",
+    )
+    rows = list(zip(*(data[key] for key in keys), strict=True))
+    first = 0
+    for epoch, row in enumerate(rows):
+        if epoch + 1 < len(rows) and rows[epoch + 1] == row:
+            continue
+        span = f"{first + 1}" if first == epoch else f"{first + 1}-{epoch + 1}"
+        kappa, sigma, z, rate, batch = row
+        table.add_row(
+            span, f"{kappa:.4g}", f"{sigma:.4f}", f"{z:.4f}", f"{rate:.6f}", f"{batch:,.1f}"
+        )
+        first = epoch + 1
+    return table

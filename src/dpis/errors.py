@@ -1,0 +1,28 @@
+"""Errors meant for people: what was required, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class DpisError(Exception):
+    """Base of every error this package raises on purpose. Its message is one readable line."""
+
+
+class InputError(DpisError, ValueError):
+    """An argument cannot be honoured as given. Nothing was run and nothing was spent."""
+
+
+class BudgetExceededError(DpisError):
+    """An event would spend more than the claim allows. It was refused before anything was released."""
+
+
+class LedgerError(DpisError):
+    """A file is not a ledger of this package, or cannot be read as one."""
+
+
+class BrokenLedgerError(DpisError):
+    """A ledger contradicts itself or its claim. ``line`` is the first line that shows it (from 1)."""
+
+    def __init__(self, line: int, problem: str):
+        super().__init__(f"line {line}: {problem}")
+        self.line = line
+        self.problem = problem
