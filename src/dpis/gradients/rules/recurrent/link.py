@@ -1,0 +1,59 @@
+"""Enters a recurrent layer that has run into autograd's graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.rules.recurrent import layer as kernels
+from dpis.gradients.rules.recurrent.cell import State
+from dpis.gradients.rules.recurrent.layer import Layer
+from dpis.gradients.rules.recurrent.watch import Watch, in_record_order
+
+
+def run_linked(
+    layer: Layer,
+    rows: Tensor,
+    state: State,
+    watched: dict[Watch, Tensor],
+    place_of_record: Tensor | None,
+) -> tuple[kernels.LayerTrace, Tensor, State]:
+    """``layer.forward``, with gradients that flow to ``rows``, ``state`` and the stand-ins."""
+    with torch.no_grad():
+        trace, outputs, final = kernels.forward(layer, rows, state)
+    outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
+        trace, (outputs, *final), tuple(watched), place_of_record, rows, *state, *watched.values()
+    )
+    return trace, outputs, tuple(linked_final)
+
+
+class _Link(torch.autograd.Function):
+    """Its forward pass hands on what was computed; its backward pass is ``layer.backward``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        trace: kernels.LayerTrace,
+        outputs: tuple[Tensor, ...],
+        watches: tuple[Watch, ...],
+        place_of_record: Tensor | None,
+        *_: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.trace, ctx.watches, ctx.place_of_record = trace, watches, place_of_record
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        trace: kernels.LayerTrace = ctx.trace
+        rows_grad, *final_grads = output_grads
+        with torch.autocast(rows_grad.device.type, enabled=False):
+            grads = kernels.backward(
+                trace, rows_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[4]
+            )
+            watched = [
+                in_record_order(watch.gradient(trace, grads), ctx.place_of_record)
+                for watch in ctx.watches
+            ]
+        return None, None, None, None, grads.inputs, *grads.state, *watched

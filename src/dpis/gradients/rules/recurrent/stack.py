@@ -1,0 +1,113 @@
+"""Runs the layers of a recurrence one after the other, each watching what its parameters need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
+from dpis.gradients.rules.recurrent.cell import Cell, State, Weights
+from dpis.gradients.rules.recurrent.layer import Layer
+from dpis.gradients.rules.recurrent.link import run_linked
+from dpis.gradients.rules.recurrent.watch import Form, Watch, WatchedParameter, stand_in, watch_for
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """What running one layer, or several, gave.
+
+    Attributes:
+        outputs: the hidden states of all rows.
+        final: the state of every record after its last step.
+        watched: the parameters whose gradients are asked for.
+    """
+
+    outputs: Tensor
+    final: State
+    watched: list[WatchedParameter]
+
+
+def run_stack(
+    cell: Cell,
+    recurrence: Recurrence,
+    wants: Callable[[Tensor], bool],
+    place_of_record: Tensor | None,
+) -> LayerRun:
+    """Run every layer, in single precision or better.
+
+    Args:
+        cell: the cell all layers share.
+        recurrence: inputs, first state and weights.
+        wants: whether a parameter's gradients are asked for.
+        place_of_record: where each record stands in the batch, if the batch was sorted.
+    """
+    rows = _precise(recurrence.rows())
+    runs: list[LayerRun] = []
+    for index, weights in enumerate(recurrence.layers):
+        if index:
+            rows = F.dropout(rows, recurrence.dropout, recurrence.training)
+        layer = Layer(cell, _stack_directions(weights), recurrence.timetable)
+        own = slice(index * len(weights), (index + 1) * len(weights))
+        state = tuple(_precise(part[own]) for part in recurrence.state)
+        runs.append(_run_layer(layer, weights, rows, state, wants, place_of_record))
+        rows = runs[-1].outputs
+    finals = zip(*(run.final for run in runs), strict=True)
+    return LayerRun(
+        outputs=rows,
+        final=tuple(torch.cat(parts) for parts in finals),
+        watched=[watched for run in runs for watched in run.watched],
+    )
+
+
+def _run_layer(
+    layer: Layer,
+    weights: list[DirectionWeights],
+    rows: Tensor,
+    state: State,
+    wants: Callable[[Tensor], bool],
+    place_of_record: Tensor | None,
+) -> LayerRun:
+    stand_ins: dict[Watch, Tensor] = {}
+    asked = []
+    for direction, own_weights in enumerate(weights):
+        for role, parameter in own_weights.items():
+            if wants(parameter):
+                watch = watch_for(role, direction, layer, parameter)
+                stand_ins.setdefault(watch, stand_in(watch, layer))
+                asked.append((parameter, role, watch))
+    trace, outputs, final = run_linked(layer, rows, state, stand_ins, place_of_record)
+    watched = [
+        WatchedParameter(
+            parameter,
+            stand_ins[watch],
+            layer.timetable,
+            inputs=watch.inputs(role, trace) if watch.form is Form.POSITIONS else None,
+        )
+        for parameter, role, watch in asked
+    ]
+    return LayerRun(outputs, final, watched)
+
+
+def _stack_directions(directions: list[DirectionWeights]) -> Weights:
+    """The weights of all directions side by side; a missing bias is zero."""
+    stacked = {
+        role: torch.stack([_precise(weights[role].detach()) for weights in directions])
+        for role in directions[0]
+    }
+    zero = stacked["weight_ih"].new_zeros(stacked["weight_ih"].shape[:2])
+    return Weights(
+        inputs=stacked["weight_ih"],
+        hidden=stacked["weight_hh"],
+        input_bias=stacked.get("bias_ih", zero),
+        hidden_bias=stacked.get("bias_hh", zero),
+        projection=stacked.get("weight_hr"),
+    )
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """The tensor in single precision, unless it is in double: half precision is lost step by step."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,90 @@
+"""Which records are at work at each step of a recurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring steps at which the same records are at work.
+
+    Attributes:
+        step: the first of the steps.
+        steps: how many there are.
+        active: the first ``active`` places of the batch are at work.
+        row: where the block begins among the rows (see ``Timetable``).
+    """
+
+    step: int
+    steps: int
+    active: int
+    row: int
+
+    def of(self, rows: Tensor) -> Tensor:
+        """This block's part of ``rows``, shape ``[steps, active, ...]``."""
+        part = rows[self.row : self.row + self.steps * self.active]
+        return part.view(self.steps, self.active, *rows.shape[1:])
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """How many records are at work at each step: the layout of a ``PackedSequence``.
+
+    The places of the batch are sorted by length, longest first, so that step ``t`` works on the
+    first ``active[t]`` of them. A sequence is stored as *rows*: ``active[0]`` rows of step 0, then
+    ``active[1]`` rows of step 1, and so on. A padded batch is the special case where every step
+    works on every record.
+
+    Attributes:
+        active: the number of records at work at each step; it never grows.
+    """
+
+    active: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        """The length of the longest record."""
+        return len(self.active)
+
+    @property
+    def records(self) -> int:
+        """The number of records."""
+        return self.active[0]
+
+    def blocks(self, most_steps: int) -> Iterator[Block]:
+        """Cut the steps into blocks of at most ``most_steps``.
+
+        Example:
+            >>> [(b.step, b.steps, b.active) for b in Timetable((3, 3, 3, 1)).blocks(2)]
+            [(0, 2, 3), (2, 1, 3), (3, 1, 1)]
+        """
+        step = row = 0
+        while step < self.steps:
+            active = self.active[step]
+            stop = step + 1
+            while stop < min(self.steps, step + most_steps) and self.active[stop] == active:
+                stop += 1
+            yield Block(step, stop - step, active, row)
+            row += (stop - step) * active
+            step = stop
+
+    def reversal(self, device: torch.device) -> Tensor:
+        """The order of the rows in which every record runs backwards, from its own last step.
+
+        ``rows[reversal]`` has the same timetable, and reversing twice changes nothing.
+
+        Example:
+            >>> Timetable((2, 1)).reversal(torch.device("cpu"))  # record 0 has rows 0 and 2
+            tensor([2, 1, 0])
+        """
+        active = torch.tensor(self.active, device=device)
+        first_row = active.cumsum(0) - active
+        step = torch.arange(self.steps, device=device).repeat_interleave(active)
+        place = torch.arange(step.numel(), device=device) - first_row[step]
+        length = (active[:, None] > torch.arange(self.records, device=device)).sum(0)
+        return first_row[length[place] - 1 - step] + place

@@ -1,0 +1,144 @@
+"""What is watched in the backward pass of a layer, and the factors that follow.
+
+A recurrent layer's output gradient does not tell the gradients of its weights; those of the gate
+pre-activations do. So autograd is handed stand-ins, tensors that enter the layer as inputs:
+
+- where a record's gradient is smaller than the positions it sums over, each record's own copy of the
+  parameter, whose gradient is the record's gradient;
+- otherwise an offset added to the pre-activations of every step of every record.
+
+Their values are of no interest: they are zeros that take no memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from torch import Tensor
+
+from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.dense import Dense
+from dpis.gradients.factors.outer import Outer
+from dpis.gradients.layout import Layout
+from dpis.gradients.rules.recurrent import collect
+from dpis.gradients.rules.recurrent.call import Role
+from dpis.gradients.rules.recurrent.layer import Layer, LayerGrads, LayerTrace
+from dpis.gradients.rules.recurrent.steps import Timetable
+
+# What a gradient is a gradient of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
+Source = Literal["input gates", "hidden gates", "projection"]
+
+
+class Form(Enum):
+    """The three forms in which gradients leave the backward pass."""
+
+    SUMMED = "[records, O], summed over the steps: a bias"
+    CONTRACTED = "[records, O, I], summed outer products: a small weight"
+    POSITIONS = "[records, steps, O], every step by itself: a large weight"
+
+
+@dataclass(frozen=True)
+class Watch:
+    """One stand-in. Parameters that need the same gradients share it.
+
+    Attributes:
+        form: the form of its gradient.
+        direction: 0, or 1 for the backward direction.
+        source: which gradients it collects.
+        role: the weight they are multiplied out for, if they are contracted.
+        shape: the shape of its gradient for one record.
+    """
+
+    form: Form
+    direction: int
+    source: Source
+    role: Role | None
+    shape: tuple[int, ...]
+
+    def gradient(self, trace: LayerTrace, grads: LayerGrads) -> Tensor:
+        """The gradient of the stand-in, one row for each place of the batch."""
+        timetable = trace.layer.timetable
+        blocks = [block[:, self.direction] for block in _grads(self.source, grads)]
+        if self.form is Form.SUMMED:
+            return collect.summed(timetable, blocks)
+        if self.form is Form.POSITIONS:
+            return collect.positions(timetable, blocks)
+        assert self.role is not None
+        return collect.contracted(timetable, blocks, self.inputs(self.role, trace))
+
+    def inputs(self, role: Role, trace: LayerTrace) -> list[Tensor]:
+        """What the weight of this role is multiplied with, block by block."""
+        return [block[:, self.direction] for block in _inputs(role, trace)]
+
+
+def watch_for(role: Role, direction: int, layer: Layer, parameter: Tensor) -> Watch:
+    """What to watch for the gradients of one parameter."""
+    source = _source(role, layer)
+    if parameter.dim() == 1:
+        return Watch(Form.SUMMED, direction, source, None, tuple(parameter.shape))
+    if collect.is_contracted(layer.timetable, parameter):
+        return Watch(Form.CONTRACTED, direction, source, role, tuple(parameter.shape))
+    shape = (layer.timetable.steps, parameter.shape[0])
+    return Watch(Form.POSITIONS, direction, source, None, shape)
+
+
+def stand_in(watch: Watch, layer: Layer) -> Tensor:
+    """The tensor autograd is handed."""
+    zero = layer.weights.inputs.new_zeros(())
+    return zero.expand(layer.timetable.records, *watch.shape).requires_grad_()
+
+
+@dataclass(frozen=True)
+class WatchedParameter:
+    """A parameter, and the stand-in whose gradient tells its own.
+
+    Attributes:
+        parameter: the parameter as the caller gave it.
+        stand_in: what to watch.
+        timetable: which records are at work at each step.
+        inputs: for a weight watched by positions, what it is multiplied with, block by block.
+    """
+
+    parameter: Tensor
+    stand_in: Tensor
+    timetable: Timetable
+    inputs: list[Tensor] | None
+
+    def factor(self, grad: Tensor, layout: Layout, place_of_record: Tensor | None) -> Factor:
+        """The factor that follows from the gradient of the stand-in."""
+        if self.inputs is None:
+            return Dense(layout.rows_first(grad))
+        inputs = collect.positions(self.timetable, self.inputs)
+        inputs = in_record_order(inputs, place_of_record)
+        return Outer(layout.rows_first(inputs), layout.rows_first(grad))
+
+
+def in_record_order(places: Tensor, place_of_record: Tensor | None) -> Tensor:
+    """Rows that stand by place of a sorted batch, by record instead."""
+    return places if place_of_record is None else places[place_of_record]
+
+
+def _source(role: Role, layer: Layer) -> Source:
+    if role == "weight_hr":
+        return "projection"
+    if role in ("weight_ih", "bias_ih") or layer.cell.adds_gates:
+        return "input gates"
+    return "hidden gates"
+
+
+def _grads(source: Source, grads: LayerGrads) -> list[Tensor]:
+    if source == "projection":
+        return grads.hidden
+    if source == "input gates":
+        return [gates.inputs for gates in grads.gates]
+    return [gates.hidden for gates in grads.gates]
+
+
+def _inputs(role: Role, trace: LayerTrace) -> list[Tensor]:
+    if role == "weight_ih":
+        return trace.inputs
+    if role == "weight_hh":
+        return [block.hidden[:-1] for block in trace.traces]
+    return [block.unprojected for block in trace.traces]
