@@ -14,6 +14,9 @@ from dpis.gradients.factors import convolution_gram, convolution_kernels
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution import Convolution, convolution_factor
 from dpis.gradients.factors.convolution_geometry import Geometry
+from dpis.gradients.layout import Layout
+from dpis.gradients.rules.base import Call, CouplingError
+from dpis.gradients.rules.convolution import RULES
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,
@@ -244,7 +247,10 @@ class TestEdges:
 
 SHAPES = [
     Problem("gram", (7, 7), (81, 16), settings={"stride": 2, "padding": 1}),
+    Problem("gram-odd-channels-out", (3, 3), (27, 33), settings={"padding": 1}),
+    Problem("gram-in-blocks", (8, 8), (243, 17), settings={"padding": 1}),
     Problem("kernels", (20, 20), (16, 9), settings={"padding": 1}),
+    Problem("kernels-odd-channels", (15, 15), (9, 5), settings={"padding": 1}),
     Problem("unfolded", (20, 20), (3, 16), settings={"padding": 1}),
     Problem("several-blocks", (32, 32), (32, 16), settings={"padding": 1}),
 ]
@@ -277,3 +283,71 @@ def test_the_choice_follows_the_sizes() -> None:
     assert isinstance(
         convolution_factor(*many_positions, padded), convolution_kernels.KernelGradients
     )
+
+
+def call_of(layer: torch.nn.Module, inputs: Tensor) -> Call:
+    """The call of the torch function that the layer ends in."""
+    seen: list[Call] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if function in RULES:
+                seen.append(Call(function, args, kwargs or {}, tuple(layer.parameters())))
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        layer(inputs)
+    return seen[0]
+
+
+LAYERS = {
+    "same": (torch.nn.Conv2d(3, 4, 3, padding="same"), (3, 6, 5)),
+    "same-uneven": (torch.nn.Conv2d(3, 4, (2, 4), padding="same", dilation=(3, 1)), (3, 7, 8)),
+    "valid": (torch.nn.Conv1d(3, 4, 3, padding="valid"), (3, 9)),
+    "reflect": (torch.nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (3, 5, 5)),
+    "circular-stride": (
+        torch.nn.Conv1d(3, 4, 3, padding=2, stride=2, padding_mode="circular"),
+        (3, 8),
+    ),
+    "replicate-3d": (
+        torch.nn.Conv3d(2, 4, 2, padding=1, padding_mode="replicate", groups=2),
+        (2, 3, 4, 3),
+    ),
+    "channels-last-data": (torch.nn.Conv2d(17, 4, 3, stride=2, padding=1), (17, 7, 7)),
+    "no-bias": (torch.nn.Conv2d(3, 4, 3, bias=False), (3, 5, 5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_rule_gives_every_parameter_its_factor(name: str) -> None:
+    layer, shape = LAYERS[name]
+    layer = layer.double()
+    inputs = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0)).double()
+    call = call_of(layer, inputs)
+    rule = RULES[call.function]
+    assert rule.accepts(call)
+    ran = rule.run(call)
+    assert torch.allclose(ran.result, layer(inputs), atol=1e-12)
+    assert ran.result.is_contiguous()
+    grads = torch.autograd.grad(ran.result.sin().sum(), ran.watched)
+    factors = list(rule.factors(ran.saved, grads, [Layout(0)]))
+    assert len(factors) == len(list(layer.parameters()))
+    for parameter, factor in factors:
+        for record in range(5):
+            loss = layer(inputs[record : record + 1]).sin().sum()
+            (expected,) = torch.autograd.grad(loss, parameter)
+            assert relative(factor.explicit()[record], expected) < 1e-10
+
+
+def test_an_unbatched_image_has_no_rule() -> None:
+    layer = torch.nn.Conv2d(3, 4, 3)
+    call = call_of(layer, torch.randn(3, 6, 6))
+    assert not RULES[call.function].accepts(call)
+
+
+def test_records_among_positions_are_refused() -> None:
+    layer = torch.nn.Conv1d(3, 4, 1)
+    call = call_of(layer, torch.randn(1, 3, 6))
+    with pytest.raises(CouplingError, match=r"\[records, channels, \.\.\.\]"):
+        list(RULES[call.function].factors(call, [torch.randn(1, 4, 6)], [Layout(2)]))

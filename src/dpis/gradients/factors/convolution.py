@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from dpis.gradients.factors.selection import contributing
 def convolution_factor(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
     """The cheaper factor for these sizes.
 
-    Where the norms are cheaper from the gradients themselves, and the gradients take no more room
-    than what they are made of, they are computed once and kept: the weighted sum then costs one
-    pass over them.
+    Where the norms are cheaper from the gradients themselves, and the gradients take little more
+    room than what they are made of, they are computed once and kept: the weighted sum then costs
+    one pass over them.
 
     Args:
         inputs: ``[records, channels_in, *spatial]``.
@@ -39,7 +39,7 @@ def convolution_factor(inputs: Tensor, output_grads: Tensor, geometry: Geometry)
     """
     factor = Convolution(inputs, output_grads, geometry)
     kept = prod(inputs.shape[1:]) + prod(output_grads.shape[1:])
-    if factor.by_gram or prod(factor.shape) > kept:
+    if factor.by_gram or prod(factor.shape) > 2 * kept:
         return factor
     return kernels.KernelGradients(factor.channels_last_gradients())
 
@@ -120,11 +120,10 @@ class Convolution(Factor):
         Works through equal blocks of records that fit into the cache. (An unequal last block could
         round differently, and a record's norm must not depend on its place; so the last overlaps.)
         """
-        block = records_in_cache(
-            self.inputs.shape, self.output_grads.shape, self.rows, self.by_gram
-        )
-        if block >= self.records:
+        fits = records_in_cache(self.inputs.shape, self.output_grads.shape, self.rows, self.by_gram)
+        if fits >= self.records:
             return self._one_block(self.inputs, self.output_grads, of)
+        block = ceil(self.records / ceil(self.records / fits))
         results = None
         for first in _equal_blocks(self.records, block):
             rows = slice(first * self.rows, (first + block) * self.rows)

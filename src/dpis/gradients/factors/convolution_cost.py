@@ -11,8 +11,11 @@ from math import prod
 
 from dpis.gradients.factors.convolution_geometry import Geometry
 
-ELEMENTWISE = 40
+GRAM_ENTRY = 25
 """Multiply-adds that take as long as adding one shifted entry of a Gram matrix to another."""
+
+KERNEL_ENTRY = 50
+"""Multiply-adds that take as long as writing and squaring one entry of an explicit gradient."""
 
 CACHE_FLOATS = 2**21
 """Numbers that a block of records may occupy while its norms are computed (8 MiB in float32)."""
@@ -25,13 +28,14 @@ def cheaper_by_gram(
     channels_in = inputs[1] // geometry.groups
     channels_out = output_grads[1] // geometry.groups
     outputs = rows * prod(output_grads[2:])
-    gram = outputs**2 * (channels_out + ELEMENTWISE)
+    gram = outputs**2 * (channels_out + GRAM_ENTRY)
     for phase in geometry.phases():
         sizes = zip(inputs[2:], phase.starts, geometry.stride, strict=True)
         seen = rows * prod(len(range(start, size, step)) for size, start, step in sizes)
         gram += seen**2 * channels_in
-        gram += ELEMENTWISE * outputs**2 * sum(len(taps) for taps in phase.taps)
-    return gram < outputs * channels_in * channels_out * prod(geometry.kernel)
+        gram += GRAM_ENTRY * outputs**2 * sum(len(taps) for taps in phase.taps)
+    entries = channels_in * channels_out * prod(geometry.kernel)
+    return gram < (outputs + KERNEL_ENTRY) * entries
 
 
 def records_in_cache(

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
+from dpis.gradients.factors.convolution_positions import positions
 
 
 def squared_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
@@ -32,7 +34,7 @@ def squared_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geo
     sizes = output_grads.shape[2:]
     seen = sum_over_kernel(inputs, sizes, rows, geometry)
     sent = _gram(output_grads, rows)
-    return (seen.flatten(1) * sent.flatten(1)).sum(dim=1)
+    return (seen.view(sent.shape) * sent).flatten(1).sum(dim=1)
 
 
 def sum_over_kernel(
@@ -54,18 +56,12 @@ def sum_over_kernel(
     return total
 
 
-def positions(values: Tensor, rows: int) -> Tensor:
-    """``[records·rows, channels, *spatial]`` as ``[records, rows·positions, channels]``.
-
-    A view wherever memory allows: rows of one record lie end to end, as further positions.
-    """
-    flat = values.flatten(2).transpose(1, 2)
-    return flat if rows == 1 else flat.reshape(-1, rows * flat.shape[1], flat.shape[2])
-
-
 def _gram(values: Tensor, rows: int) -> Tensor:
     flat = positions(values, rows)
-    return torch.bmm(flat, flat.transpose(1, 2))
+    count = flat.shape[1]
+    if count % 2:  # a record's products, too, must begin at a multiple of ALIGNMENT numbers
+        flat = pad(flat, (0, 0, 0, 1))
+    return torch.bmm(flat, flat.transpose(1, 2))[:, :count, :count]
 
 
 def _sum_shifted(pairs: Tensor, left: int, right: int, taps: tuple[Tap, ...], size: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
-from dpis.gradients.factors.convolution_gram import positions
+from dpis.gradients.factors.convolution_positions import positions
 from dpis.gradients.factors.selection import contributing
 
 FEW_CHANNELS = 8
@@ -62,6 +62,8 @@ class KernelGradients(Factor):
 
     def fold(self, rows_per_record: int) -> KernelGradients:
         """The sum of the gradients of a record's rows."""
+        if rows_per_record == 1:
+            return self
         return KernelGradients(
             self.gradients.view(-1, rows_per_record, *self.gradients.shape[1:]).sum(dim=1)
         )
@@ -102,9 +104,8 @@ def _by_kernel_element(
     grid = _grid(output_grads.shape[2:], geometry)
     cells = [prod(grid[dim + 1 :]) for dim in range(len(grid))]
     sent = positions(_placed(output_grads, grid, (0,) * len(grid)), rows).transpose(1, 2)
-    gradients = inputs.new_zeros(
-        sent.shape[0], sent.shape[1], prod(geometry.kernel), inputs.shape[1]
-    )
+    channels_out, channels_in = output_grads.shape[1], inputs.shape[1]
+    gradients = inputs.new_zeros(sent.shape[0], channels_out, prod(geometry.kernel), channels_in)
     for phase in geometry.phases():
         some = geometry.every(inputs, phase)
         firsts = tuple(min(tap.shift for tap in taps) for taps in phase.taps)
@@ -116,7 +117,8 @@ def _by_kernel_element(
             shifts = [tap.shift - first for tap, first in zip(taps, firsts, strict=True)]
             offset = sum(shift * step for shift, step in zip(shifts, cells, strict=True))
             length = seen.shape[1] - offset
-            torch.bmm(sent[:, :, :length], seen[:, offset:], out=gradients[:, :, element])
+            gradient = torch.bmm(sent[:, :, :length], seen[:, offset:])
+            gradients[:, :, element] = gradient[:, :channels_out, :channels_in]
     return gradients
 
 
@@ -155,22 +157,26 @@ def _ravel(index: list[int], sizes: tuple[int, ...]) -> int:
 
 def _by_unfolding(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
     """``[records, channels_out, kernel elements · channels_in]``, one product in all."""
-    sizes = output_grads.shape[2:]
     padded = pad(
         inputs, [amount for width in reversed(geometry.padding) for amount in (width, width)]
     )
-    steps = padded.stride()[2:]
-    windows = padded.as_strided(
-        (inputs.shape[0], *geometry.kernel, inputs.shape[1], *sizes),
-        (
-            padded.stride(0),
-            *(step * apart for step, apart in zip(steps, geometry.dilation, strict=True)),
-            padded.stride(1),
-            *(step * apart for step, apart in zip(steps, geometry.stride, strict=True)),
-        ),
+    windows = _windows(padded, output_grads.shape[2:], geometry)
+    unfolded = windows.reshape(inputs.shape[0], -1, prod(output_grads.shape[2:]))
+    sent = positions(output_grads, rows).transpose(1, 2)
+    gradients = torch.bmm(sent, positions(unfolded, rows))
+    return gradients[:, : output_grads.shape[1], : unfolded.shape[1]].contiguous()
+
+
+def _windows(padded: Tensor, output_sizes: torch.Size, geometry: Geometry) -> Tensor:
+    """What every output position looks at, ``[rows, *kernel, channels, *output_sizes]``: a view."""
+    row, channel, *steps = padded.stride()
+    within = [step * apart for step, apart in zip(steps, geometry.dilation, strict=True)]
+    between = [step * apart for step, apart in zip(steps, geometry.stride, strict=True)]
+    return padded.as_strided(
+        (padded.shape[0], *geometry.kernel, padded.shape[1], *output_sizes),
+        (row, *within, channel, *between),
+        padded.storage_offset(),
     )
-    unfolded = windows.reshape(inputs.shape[0], -1, prod(sizes))
-    return torch.bmm(positions(output_grads, rows).transpose(1, 2), positions(unfolded, rows))
 
 
 def _squared(gradients: Tensor) -> Tensor:
