@@ -1,0 +1,194 @@
+"""The networks of the paper's experiments, each once.
+
+Every factory takes the ``activation`` to put between layers (a class or function without
+arguments) and initialises as Keras does, in which the paper's networks were built: Glorot uniform
+weights, zero biases, orthogonal recurrent weights, forget gates open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Activation = Callable[[], nn.Module]
+
+CLASSES = 10
+SCATTER_CHANNELS = 81
+"""Of a scattering transform with J=2 and 8 angles, for each channel of the image."""
+
+
+class TemperedSigmoid(nn.Module):
+    """``scale · sigmoid(temperature · x) − offset``; the defaults make it the tanh.
+
+    Reference: Papernot et al., Tempered Sigmoid Activations for Deep Learning with Differential
+    Privacy, AAAI 2021.
+    """
+
+    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the function to every entry."""
+        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
+
+
+def group_normalisation(channels: int = SCATTER_CHANNELS, groups: int = 27) -> nn.Module:
+    """Scatter features with every group of channels centred and scaled, record by record.
+
+    A record's features depend on that record alone, so this costs no privacy.
+    """
+    return nn.GroupNorm(groups, channels, affine=False)
+
+
+def pixel_cnn_mnist(activation: Activation = nn.Tanh) -> nn.Module:
+    """Pixels of MNIST or Fashion-MNIST, ``[records, 1, 28, 28]``; 26,010 parameters."""
+    return keras_initialised(
+        nn.Sequential(
+            nn.Conv2d(1, 16, 8, stride=2, padding=2),
+            activation(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Conv2d(16, 32, 4, stride=2),
+            activation(),
+            nn.MaxPool2d(2, stride=1),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 32),
+            activation(),
+            nn.Linear(32, CLASSES),
+        )
+    )
+
+
+def pixel_cnn_cifar10(activation: Activation = nn.Tanh) -> nn.Module:
+    """Pixels of CIFAR-10, ``[records, 3, 32, 32]``; 550,570 parameters."""
+
+    def stage(channels_in: int, channels_out: int) -> list[nn.Module]:
+        return [
+            nn.Conv2d(channels_in, channels_out, 3, padding=1),
+            activation(),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1),
+            activation(),
+            nn.MaxPool2d(2),
+        ]
+
+    return keras_initialised(
+        nn.Sequential(
+            *stage(3, 32),
+            *stage(32, 64),
+            *stage(64, 128),
+            nn.Flatten(),
+            nn.Linear(128 * 4 * 4, 128),
+            activation(),
+            nn.Linear(128, CLASSES),
+        )
+    )
+
+
+def scatter_cnn_mnist(
+    activation: Activation = nn.Tanh, normalisation: nn.Module | None = None
+) -> nn.Module:
+    """Scatter features of MNIST or Fashion-MNIST, ``[records, 81, 7, 7]``; 33,066 parameters."""
+    return keras_initialised(
+        nn.Sequential(
+            *_maybe(normalisation),
+            nn.Conv2d(SCATTER_CHANNELS, 16, 3, stride=2, padding=1),
+            activation(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            activation(),
+            nn.Flatten(),
+            nn.Linear(32 * 4 * 4, 32),
+            activation(),
+            nn.Linear(32, CLASSES),
+        )
+    )
+
+
+def scatter_cnn_cifar10(
+    activation: Activation = nn.Tanh, normalisation: nn.Module | None = None
+) -> nn.Module:
+    """Scatter features of CIFAR-10, ``[records, 243, 8, 8]``; 187,210 parameters."""
+    return keras_initialised(
+        nn.Sequential(
+            *_maybe(normalisation),
+            nn.Conv2d(3 * SCATTER_CHANNELS, 64, 3, padding=1),
+            activation(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 64, 3, padding=1),
+            activation(),
+            nn.Flatten(),
+            nn.Linear(64 * 4 * 4, CLASSES),
+        )
+    )
+
+
+def scatter_linear(
+    channels: int = SCATTER_CHANNELS, size: int = 7, normalisation: nn.Module | None = None
+) -> nn.Module:
+    """One linear layer on scatter features ``[records, channels, size, size]``."""
+    return keras_initialised(
+        nn.Sequential(
+            *_maybe(normalisation), nn.Flatten(), nn.Linear(channels * size * size, CLASSES)
+        )
+    )
+
+
+class ImdbRnn(nn.Module):
+    """Reviews as word indices ``[records, words]``: frozen embedding, FC32, BiLSTM 32, FC16, FC2.
+
+    21,202 trainable parameters. (Keras counts 20,946: its LSTM has one bias where torch has two.)
+
+    Args:
+        embedding: The frozen word vectors, ``[vocabulary, width]``: public knowledge.
+        activation: After each fully connected layer but the last.
+    """
+
+    def __init__(self, embedding: Tensor, activation: Activation = nn.ReLU) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(embedding, freeze=True)
+        self.project = nn.Linear(embedding.shape[1], 32)
+        self.lstm = nn.LSTM(32, 32, batch_first=True, bidirectional=True)
+        self.hidden = nn.Linear(64, 16)
+        self.classify = nn.Linear(16, 2)
+        self.activation = activation()
+        for layer in (self.project, self.lstm, self.hidden, self.classify):
+            keras_initialised(layer)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """The two classes' logits, from the last state of either direction."""
+        projected = self.activation(self.project(self.embedding(words)))
+        _, (last_states, _) = self.lstm(projected)
+        both_directions = torch.cat([last_states[0], last_states[1]], dim=1)
+        logits: Tensor = self.classify(self.activation(self.hidden(both_directions)))
+        return logits
+
+
+def keras_initialised(module: nn.Module) -> nn.Module:
+    """The module, its weights drawn anew as Keras draws them."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+        elif isinstance(layer, nn.LSTM):
+            _initialise_lstm(layer)
+    return module
+
+
+@torch.no_grad()
+def _initialise_lstm(lstm: nn.LSTM) -> None:
+    forget = slice(lstm.hidden_size, 2 * lstm.hidden_size)  # gates: input, forget, cell, output
+    for name, parameter in lstm.named_parameters():
+        if name.startswith("weight_ih"):
+            nn.init.xavier_uniform_(parameter)
+        elif name.startswith("weight_hh"):
+            nn.init.orthogonal_(parameter)
+        else:
+            nn.init.zeros_(parameter)
+            if name.startswith("bias_ih"):
+                parameter[forget] = 1.0
+
+
+def _maybe(layer: nn.Module | None) -> list[nn.Module]:
+    return [] if layer is None else [layer]

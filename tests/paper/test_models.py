@@ -1,0 +1,79 @@
+"""The paper's networks: sizes, shapes, initialisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from dpis.paper import models
+
+IMAGES = [
+    ("pixels-mnist", models.pixel_cnn_mnist, (1, 28, 28), 26_010),
+    ("pixels-cifar10", models.pixel_cnn_cifar10, (3, 32, 32), 550_570),
+    ("scatter-mnist", models.scatter_cnn_mnist, (81, 7, 7), 33_066),
+    ("scatter-cifar10", models.scatter_cnn_cifar10, (243, 8, 8), 187_210),
+    ("linear-mnist", models.scatter_linear, (81, 7, 7), 39_700),
+    ("linear-cifar10", partial(models.scatter_linear, 243, 8), (243, 8, 8), 155_530),
+]
+
+
+def trainable(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "parameters"),
+    [case[1:] for case in IMAGES],
+    ids=[case[0] for case in IMAGES],
+)
+def test_image_networks(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], parameters: int
+) -> None:
+    model = build()
+    assert trainable(model) == parameters
+    assert model(torch.randn(2, *shape)).shape == (2, 10)
+    assert all(not layer.bias.any() for layer in model.modules() if isinstance(layer, nn.Linear))
+
+
+def test_normalised_features_add_no_parameters_and_do_not_couple_records() -> None:
+    model = models.scatter_cnn_mnist(normalisation=models.group_normalisation())
+    assert trainable(model) == 33_066
+    features = torch.randn(3, 81, 7, 7)
+    groups = models.group_normalisation()(features).view(3, 27, -1)
+    assert groups.mean(2).abs().max() < 1e-5
+    assert (groups.std(2) - 1).abs().max() < 0.01
+    assert torch.allclose(model(features)[:1], model(features[:1]), atol=1e-6)
+
+
+def test_imdb_network() -> None:
+    model = models.ImdbRnn(torch.randn(50, 100))
+    assert trainable(model) == 21_202
+    assert not model.embedding.weight.requires_grad
+    assert model(torch.randint(50, (3, 80))).shape == (3, 2)
+
+
+def test_lstm_starts_as_in_keras() -> None:
+    lstm = models.ImdbRnn(torch.randn(50, 100)).lstm
+    assert torch.equal(lstm.bias_ih_l0, torch.eye(4)[1].repeat_interleave(32))
+    assert not lstm.bias_hh_l0_reverse.any()
+    assert torch.allclose(lstm.weight_hh_l0.T @ lstm.weight_hh_l0, torch.eye(32), atol=1e-5)
+    assert lstm.weight_ih_l0.abs().max() <= (6 / (32 + 128)) ** 0.5
+
+
+def test_tempered_sigmoid_is_tanh_by_default() -> None:
+    x = torch.linspace(-3, 3, 50, dtype=torch.float64)
+    assert torch.allclose(models.TemperedSigmoid()(x), x.tanh(), atol=1e-15)
+    assert torch.allclose(
+        models.TemperedSigmoid(1.58, 3.0, 0.71)(x), 1.58 * torch.sigmoid(3 * x) - 0.71
+    )
+
+
+def test_activation_is_an_argument() -> None:
+    tempered = models.pixel_cnn_mnist(partial(models.TemperedSigmoid, 1.58, 3.0, 0.71))
+    assert sum(isinstance(layer, models.TemperedSigmoid) for layer in tempered) == 3
+    assert not any(isinstance(layer, nn.Tanh) for layer in tempered)
+    assert isinstance(models.ImdbRnn(torch.randn(5, 100), nn.Tanh).activation, nn.Tanh)
