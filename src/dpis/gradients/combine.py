@@ -24,7 +24,7 @@ class Place:
     @staticmethod
     def of(view: Tensor, parameter: Tensor) -> Place:
         """The place of a view (or of the parameter itself)."""
-        offset = view.storage_offset() - parameter.storage_offset()
+        offset = int(view.storage_offset() - parameter.storage_offset())
         return Place(offset, view.size(), view.stride())
 
     def look(self, tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def combine(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
         joined[part.place] = part.factor if known is None else join(known, part.factor)
     separate = tuple(Part(place, factor) for place, factor in joined.items())
     places = tuple(joined)
-    if len(places) == 1 and not places[0].repeats:
+    if not places or (len(places) == 1 and not places[0].repeats):
         return separate
     if _disjoint(places, parameter.numel()):
         return separate
@@ -151,6 +151,8 @@ def squared_norms(parts: Sequence[Part]) -> Tensor:
 
 def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> Tensor:
     """``Σ_i w_i G_i`` of the parameter from parts that do not overlap."""
+    if not parts:
+        return torch.zeros_like(parameter)
     sums = [part.factor.weighted_sum(weights) for part in parts]
     if len(parts) == 1 and parts[0].place == Place.of(parameter, parameter):
         return sums[0].view(parameter.shape)

@@ -1,9 +1,11 @@
-"""Where the records are in a tensor."""
+"""Where the records are in a tensor: which dimension counts them, and in what order."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -27,7 +29,6 @@ class Layout:
         """The tensor with its rows in front, those of one record next to one another.
 
         Example:
-            >>> import torch
             >>> Layout(dim=1).rows_first(torch.zeros(7, 2, 5)).shape  # 7 steps, 2 records
             torch.Size([2, 7, 5])
         """
@@ -36,3 +37,62 @@ class Layout:
             return rows
         by_position = rows.reshape(self.per_record, -1, *rows.shape[1:])
         return by_position.transpose(0, 1).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a tensor grows with the batch: a layout that does not yet know the batch size.
+
+    Attributes:
+        dim: the dimension that grows.
+        rows_per_unit: 1 if it counts rows of the batch; K if it counts records of K rows each.
+        merged: several entries belong to one unit: records and positions share the dimension.
+        record_major: as in ``Layout``.
+    """
+
+    dim: int
+    rows_per_unit: int
+    merged: bool
+    record_major: bool = True
+
+    def layout(self, shape: torch.Size, rows: int) -> Layout | None:
+        """The layout of a tensor of this shape in a batch of so many rows; None: it cannot be."""
+        units = rows // self.rows_per_unit
+        if self.dim >= len(shape) or shape[self.dim] % units:
+            return None
+        per_unit = shape[self.dim] // units
+        if per_unit != 1 and not self.merged:
+            return None
+        return Layout(self.dim, per_unit, self.record_major)
+
+    def orders(self) -> Iterator[Growth]:
+        """The orders in which entries may stand."""
+        yield replace(self, record_major=True)
+        if self.merged:
+            yield replace(self, record_major=False)
+
+    def middle(self, rows_per_record: int, entries: Tensor) -> Tensor:
+        """Which entries belong to the second of three records, if this is the order."""
+        units = torch.arange(3 * rows_per_record // self.rows_per_unit, device=entries.device)
+        owner = units * self.rows_per_unit // rows_per_record
+        times = len(entries) // len(owner)
+        owners = owner.repeat_interleave(times) if self.record_major else owner.repeat(times)
+        return owners == 1
+
+
+def find_growth(two: torch.Size, three: torch.Size, rows_per_record: int) -> Growth | None:
+    """Compare a tensor's shapes for two and for three records; None: no single dimension grew.
+
+    Example:
+        >>> find_growth(torch.Size([7, 2, 5]), torch.Size([7, 3, 5]), 1)
+        Growth(dim=1, rows_per_unit=1, merged=False, record_major=True)
+    """
+    if len(two) != len(three):
+        return None
+    grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=True)) if a != b]
+    if len(grown) != 1 or 3 * two[grown[0]] != 2 * three[grown[0]]:
+        return None
+    per_record = two[grown[0]] // 2
+    if per_record % rows_per_record == 0:
+        return Growth(grown[0], 1, merged=per_record > rows_per_record)
+    return Growth(grown[0], rows_per_record, merged=per_record > 1)

@@ -1,6 +1,6 @@
 """The one table: which rule treats which torch function."""
 
-from dpis.gradients.rules import broadcast, embedding, linear, normalization
+from dpis.gradients.rules import broadcast, embedding, linear, normalization, recurrent
 from dpis.gradients.rules.base import RuleTable
 
 RULES: RuleTable = {
@@ -8,4 +8,5 @@ RULES: RuleTable = {
     **embedding.RULES,
     **normalization.RULES,
     **broadcast.RULES,
+    **recurrent.RULES,
 }

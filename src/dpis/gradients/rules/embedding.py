@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from dpis.gradients.factors import Lookup
 from dpis.gradients.layout import Layout
@@ -98,4 +98,4 @@ def _refusal(option: str, what: str) -> CouplingError:
     )
 
 
-RULES: RuleTable = {F.embedding: Embedding(), F.embedding_bag: EmbeddingBag()}
+RULES: RuleTable = {functional.embedding: Embedding(), functional.embedding_bag: EmbeddingBag()}

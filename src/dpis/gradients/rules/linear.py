@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.layout import Layout
@@ -94,7 +94,7 @@ def _transposed(layout: Layout, ndim: int) -> Layout:
 
 
 RULES: RuleTable = {
-    F.linear: Linear(),
+    functional.linear: Linear(),
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm), Product()),
     **dict.fromkeys((torch.addmm, Tensor.addmm), AddedProduct()),
 }

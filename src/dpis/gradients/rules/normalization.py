@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
@@ -28,9 +28,9 @@ class Affine(Rule):
     ) -> Iterator[ParameterFactor]:
         """Both gradients, one record at a time."""
         scale, shift = self.affine(saved)
-        if saved.wants(scale):
+        if scale is not None and saved.wants(scale):
             yield scale, self.summed(grads[0] * self.normalised(saved), scale, layouts[0])
-        if saved.wants(shift):
+        if shift is not None and saved.wants(shift):
             yield shift, self.summed(grads[0], shift, layouts[0])
 
     @abstractmethod
@@ -75,7 +75,7 @@ class LayerNorm(LastDimensions):
     def normalised(self, call: Call) -> Tensor:
         """Centred, and divided by the standard deviation."""
         x, shape = call.argument(0, "input"), call.argument(1, "normalized_shape")
-        return F.layer_norm(x, shape, eps=call.argument(4, "eps", 1e-5))
+        return functional.layer_norm(x, shape, eps=call.argument(4, "eps", 1e-5))
 
 
 class RMSNorm(LastDimensions):
@@ -88,7 +88,7 @@ class RMSNorm(LastDimensions):
     def normalised(self, call: Call) -> Tensor:
         """Divided by the root mean square."""
         x, shape = call.argument(0, "input"), call.argument(1, "normalized_shape")
-        return F.rms_norm(x, shape, eps=call.argument(3, "eps"))
+        return functional.rms_norm(x, shape, eps=call.argument(3, "eps"))
 
 
 class GroupNorm(Channels):
@@ -101,7 +101,7 @@ class GroupNorm(Channels):
     def normalised(self, call: Call) -> Tensor:
         """Each group centred, and divided by its standard deviation."""
         x, groups = call.argument(0, "input"), call.argument(1, "num_groups")
-        return F.group_norm(x, groups, eps=call.argument(4, "eps", 1e-5))
+        return functional.group_norm(x, groups, eps=call.argument(4, "eps", 1e-5))
 
 
 class InstanceNorm(Channels):
@@ -116,7 +116,7 @@ class InstanceNorm(Channels):
         x, own = call.argument(0, "input"), call.argument(5, "use_input_stats", True)
         statistics = (None, None) if own else _statistics(call)
         eps = call.argument(7, "eps", 1e-5)
-        return F.instance_norm(x, *statistics, use_input_stats=own, eps=eps)
+        return functional.instance_norm(x, *statistics, use_input_stats=own, eps=eps)
 
 
 class FrozenBatchNorm(Channels):
@@ -139,7 +139,7 @@ class FrozenBatchNorm(Channels):
     def normalised(self, call: Call) -> Tensor:
         """Centred and divided by the fixed statistics."""
         x, eps = call.argument(0, "input"), call.argument(7, "eps", 1e-5)
-        return F.batch_norm(x, *_statistics(call), training=False, eps=eps)
+        return functional.batch_norm(x, *_statistics(call), training=False, eps=eps)
 
 
 def _statistics(call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -147,9 +147,9 @@ def _statistics(call: Call) -> tuple[Tensor | None, Tensor | None]:
 
 
 RULES: RuleTable = {
-    F.layer_norm: LayerNorm(),
-    F.rms_norm: RMSNorm(),
-    F.group_norm: GroupNorm(),
-    F.instance_norm: InstanceNorm(),
-    F.batch_norm: FrozenBatchNorm(),
+    functional.layer_norm: LayerNorm(),
+    functional.rms_norm: RMSNorm(),
+    functional.group_norm: GroupNorm(),
+    functional.instance_norm: InstanceNorm(),
+    functional.batch_norm: FrozenBatchNorm(),
 }

@@ -1,0 +1,67 @@
+"""Batches of any structure: tensors in tuples, lists and mappings, rows first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = Any
+"""A tensor whose first dimension counts rows, or a tuple, list or mapping of batches."""
+
+
+def tensors(batch: Batch) -> Iterator[Tensor]:
+    """All tensors of a batch."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from tensors(value)
+
+
+def apply(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """The same structure with the function applied to every tensor; other leaves stay."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return {key: apply(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(apply(function, value) for value in batch)
+    return batch
+
+
+def rows(batch: Batch) -> int:
+    """How many rows a batch has; all of its tensors must agree.
+
+    Raises:
+        ValueError: if they do not, or if there is no tensor.
+    """
+    sizes = {tuple(tensor.shape[:1]) for tensor in tensors(batch)}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(
+            "Every tensor of a batch must have its rows in the first dimension; found first "
+            f"dimensions {sorted(sizes)}. Give what is not one entry a row (a mask for all, a "
+            "weight of classes) to the loss by other means, for example functools.partial."
+        )
+    return sizes.pop()[0]
+
+
+def take(batch: Batch, index: Tensor) -> Batch:
+    """The rows with these indices."""
+    return apply(lambda tensor: tensor.index_select(0, index.to(tensor.device)), batch)
+
+
+def device(batch: Batch) -> torch.device:
+    """The device of the first tensor."""
+    return next(tensors(batch)).device
+
+
+def rows_of_records(records: Tensor, rows_per_record: int) -> Tensor:
+    """The row indices of these records: record ``i`` owns rows ``i*K .. (i+1)*K - 1``."""
+    within = torch.arange(rows_per_record, device=records.device)
+    return (records[:, None] * rows_per_record + within).flatten()

@@ -1,0 +1,138 @@
+"""``RecordGradients``: norms and weighted sums for batches of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpis.gradients import batches, guards
+from dpis.gradients.batches import Batch
+from dpis.gradients.losses import Loss, Objective, objective_of
+from dpis.gradients.recorder import Recorder
+from dpis.gradients.tape import Tape
+
+# Chooses the weights of records from their norms and their indices in the batch.
+Weigh = Callable[[Tensor, Tensor], Tensor]
+
+# What the activations of one chunk may take: larger chunks fall out of the caches.
+CHUNK_BYTES = 64 << 20
+LARGEST_CHUNK = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """What a batch gave.
+
+    Attributes:
+        norms: ``||grad_i||`` of every record, float64; not finite where a gradient is not.
+        sums: ``Σ_i w_i grad_i`` by parameter name, float64.
+    """
+
+    norms: Tensor
+    sums: dict[str, Tensor]
+
+
+class RecordGradients:
+    """Gradient norms of single records, and weighted sums of their gradients.
+
+    For records ``i`` with losses ``l_i`` one forward and one backward pass give every
+    ``n_i = ||∇l_i||``; then, for any weights ``w_i``, ``Σ_i w_i ∇l_i``. Gradients of single records
+    are not held where that would be dear. The first batch also serves to find out where the records
+    are in every tensor, and to compare the result with plain autograd.
+
+    Args:
+        module: the model. Its trainable parameters are those that require a gradient now.
+        loss: ``loss(output, target)`` for batches ``(input, ..., target)``; see
+            ``losses.objective_of`` for what ``reduction`` means here.
+        objective: ``objective(module, batch)``, instead of ``loss``, for anything else.
+        rows_per_record: a record is this many consecutive rows of the batch (augmentations of an
+            image, texts of a user); its loss is the mean over its rows.
+        chunk: how many records run at once; None: as many as fit the caches. Batches are padded to
+            whole chunks, so that a record's norm does not depend on who shares its batch.
+        check: compare with plain autograd at the first batch.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> gradients = RecordGradients(nn.Linear(3, 2), nn.CrossEntropyLoss())
+        >>> batch = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+        >>> clipped = gradients(batch, lambda norms, _: (0.1 / norms).clamp(max=1.0))
+        >>> clipped.norms.shape, clipped.sums["weight"].shape
+        (torch.Size([5]), torch.Size([2, 3]))
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss | None = None,
+        *,
+        objective: Objective | None = None,
+        rows_per_record: int = 1,
+        chunk: int | None = None,
+        check: bool = True,
+    ) -> None:
+        if loss is not None and objective is None:
+            objective = objective_of(loss)
+        elif loss is not None or objective is None:
+            raise ValueError("Exactly one of loss and objective is required.")
+        self._recorder = Recorder(guards.checked(module), objective, rows_per_record, check)
+        self._chunk = chunk
+        self.parameters = self._recorder.parameters
+        if not self.parameters:
+            raise ValueError("No parameter of the module requires a gradient: nothing to train.")
+
+    def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
+        """One forward and one backward pass over at least one record, all at once.
+
+        Args:
+            batch: the records; they are not padded to a chunk.
+            present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
+        """
+        return self._recorder.record(batch, present)
+
+    def __call__(self, batch: Batch, weigh: Weigh, present: Tensor | None = None) -> Gradients:
+        """Norms of all records, and the sum of their gradients with weights made from the norms.
+
+        Args:
+            batch: any number of records, none included.
+            weigh: given norms and indices of some records, their weights. Called once a chunk.
+            present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
+
+        Returns:
+            Norms and sums. A record whose norm is not finite has weight zero whatever ``weigh``
+            says: it contributes nothing.
+        """
+        records = batches.rows(batch) // self._recorder.rows_per_record
+        norms = [torch.zeros(0, dtype=torch.float64, device=batches.device(batch))]
+        sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
+        size = self.chunk(batch) if records else 1
+        for start in range(0, records, size):
+            places = torch.arange(start, start + size, device=norms[0].device)
+            tape = self._padded(batch, places.clamp(max=records - 1), present)
+            chunk_norms = tape.norms()
+            real = places[places < records]
+            weights = torch.zeros_like(chunk_norms)
+            weights[: len(real)] = weigh(chunk_norms[: len(real)], real).to(weights)
+            weights = torch.where(chunk_norms.isfinite(), weights, 0.0)
+            for name, chunk_sum in tape.weighted_sum(weights).items():
+                sums[name] += chunk_sum
+            norms.append(chunk_norms[: len(real)])
+        return Gradients(torch.cat(norms), sums)
+
+    def chunk(self, batch: Batch) -> int:
+        """How many records run at once: fixed at the first batch."""
+        if self._chunk is None:
+            self._recorder.prepare(batch)
+            fitting = CHUNK_BYTES // max(1, self._recorder.bytes_per_record)
+            power_of_two = 1 << max(0, fitting.bit_length() - 1)
+            records = batches.rows(batch) // self._recorder.rows_per_record
+            self._chunk = min(power_of_two, LARGEST_CHUNK, 16 * -(-records // 16))
+        return self._chunk
+
+    def _padded(self, batch: Batch, records: Tensor, present: Tensor | None) -> Tape:
+        """Chunks all have one shape: the last is filled up with copies, which get no weight."""
+        index = batches.rows_of_records(records, self._recorder.rows_per_record)
+        chunk = batches.take(batch, index)
+        return self._recorder.record(chunk, None if present is None else present[records])

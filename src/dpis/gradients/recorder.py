@@ -1,0 +1,229 @@
+"""Records one chunk: plans at the first, checks against plain autograd, then runs the plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dpis.gradients import batches
+from dpis.gradients.batches import Batch
+from dpis.gradients.combine import Part, Place, combine
+from dpis.gradients.factors import Dense
+from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
+from dpis.gradients.losses import Objective, refuse_penalty, scalar_scale, weighted_total
+from dpis.gradients.plan import Constant, Placed, Plan, make_plan
+from dpis.gradients.rules.general import General
+from dpis.gradients.selfcheck import disagreements, without_dropout
+from dpis.gradients.tape import Tape, beyond, collect, full_precision, unplanned
+from dpis.gradients.watch import Key, Watch
+
+
+class Recorder:
+    """One forward and one backward pass at a time, over batches that fit one chunk.
+
+    It learns two things at its first batch and then only looks them up: the plan (what to do with
+    each call) and which parameters take the slow way.
+
+    Args:
+        module: the model, checked by ``guards``.
+        objective: the loss of every row, or of the batch.
+        rows_per_record: how many consecutive rows are one record.
+        check: whether to compare with plain autograd at the first batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, objective: Objective, rows_per_record: int, check: bool
+    ) -> None:
+        self.module, self.objective = module, objective
+        self.rows_per_record = rows_per_record
+        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.bytes_per_record = 0
+        self._check, self._ready = check, False
+        self._plan: Plan = {}
+        self._slow: dict[str, str] = {}
+        self._scale: str | None = None
+
+    def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
+        """The gradients of every record of a batch, as factors."""
+        self.prepare(batch)
+        return self._record(batch, present)
+
+    def prepare(self, batch: Batch) -> None:
+        """Plan and check, once, on three records of the batch."""
+        if self._ready:
+            return
+        few = self._few(batch)
+        with self._undisturbed():
+            self._scale = self._find_scale(few)
+            self._plan = self._make_plan(few)
+            tape = self._record(few)
+            self._require_gradients(tape)
+            if self._check:
+                self._compare_with_autograd(few)
+        self._ready = True
+
+    # -- one pass --------------------------------------------------------------------------------
+
+    def _record(self, batch: Batch, present: Tensor | None = None) -> Tape:
+        rows = batches.rows(batch)
+        records = rows // self.rows_per_record
+        watch, losses = self._run_planned(batch, rows)
+        total = weighted_total(losses, records, self.rows_per_record, present, self._scale)
+        with full_precision(total.device):
+            parts = collect(watch, self._plan, total, records, rows)
+        slow = beyond(watch, self._plan) | self._slow
+        if slow:
+            parts |= self._slowly(slow, batch, records, present)
+        combined = {n: combine(parts.get(n, ()), p) for n, p in self.parameters.items()}
+        return Tape(self.parameters, combined, records)
+
+    def _run_planned(self, batch: Batch, rows: int) -> tuple[Watch, Tensor]:
+        for _ in range(2):
+            watch = self._new_watch(self._plan)
+            losses = self._forward(watch, batch)
+            if not unplanned(watch, self._plan, rows):
+                refuse_penalty(losses, watch.follows(losses))
+                return watch, losses
+            with self._undisturbed():
+                self._plan |= self._make_plan(self._few(batch))
+        raise RuntimeError(
+            "The model makes other calls at every forward pass, even for the same batch, so the "
+            "places of the records in its tensors cannot be known. Let its control flow depend on "
+            "nothing random (layer dropout, say)."
+        )
+
+    def _forward(self, watch: Watch, batch: Batch) -> Tensor:
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_packed_order(self.module, watch))
+            stack.enter_context(watch)
+            return self.objective(self.module, batch)
+
+    def _new_watch(self, plan: Plan, keep_watched: bool = False) -> Watch:
+        def constant(key: Key) -> bool:
+            return isinstance(plan.get(key), Constant)
+
+        def planned_rule(key: Key) -> General | None:
+            verdict = plan.get(key)
+            general = isinstance(verdict, Placed) and isinstance(verdict.rule, General)
+            return verdict.rule if general else None  # type: ignore[union-attr,return-value]
+
+        return Watch(self.parameters, constant, planned_rule, keep_watched)
+
+    def _slowly(
+        self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None
+    ) -> dict[str, list[Part]]:
+        """The parameters that no rule covers, by ``torch.func`` over the whole model."""
+        if slow.keys() - self._slow.keys():
+            self._slow |= slow
+            named = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
+            warnings.warn(
+                f"Gradients of single records are computed by torch.func for {named}. They are "
+                "right, but slower and larger than those of layers that dpis knows.",
+                SlowGradientsWarning,
+                stacklevel=2,
+            )
+        wanted = {name: self.parameters[name] for name in slow}
+        explicit = per_record_gradients(
+            self.module, self._loss_of_record, wanted, batch, records, present
+        )
+        return {
+            name: [Part(Place.of(wanted[name], wanted[name]), Dense(gradients))]
+            for name, gradients in explicit.items()
+        }
+
+    def _loss_of_record(self, module: nn.Module, rows: Batch, present: Tensor | None) -> Tensor:
+        losses = self.objective(module, rows)
+        return weighted_total(losses, 1, self.rows_per_record, present, self._scale)
+
+    # -- the first batch -------------------------------------------------------------------------
+
+    def _make_plan(self, few: Batch) -> Plan:
+        def new_watch(plan: Plan) -> Watch:
+            return self._new_watch(plan, keep_watched=True)
+
+        plan, self.bytes_per_record = make_plan(self._forward, new_watch, few, self.rows_per_record)
+        return plan
+
+    def _find_scale(self, few: Batch) -> str | None:
+        """Whether a loss with one value for all records is their sum or their mean."""
+
+        def loss_of(records: Tensor) -> Tensor:
+            index = batches.rows_of_records(records, self.rows_per_record)
+            return self.objective(self.module, batches.take(few, index))
+
+        with torch.no_grad(), without_dropout(self.module):
+            return scalar_scale(loss_of, batches.device(few))
+
+    def _require_gradients(self, tape: Tape) -> None:
+        missing = [name for name, parts in tape.parts.items() if not parts]
+        if missing:
+            raise ValueError(
+                f"Every trainable parameter needs a gradient; found none for {', '.join(missing)}. "
+                "The optimizer would move them by noise alone, or not at all. Freeze what the loss "
+                "does not depend on: parameter.requires_grad_(False)."
+            )
+
+    def _compare_with_autograd(self, few: Batch) -> None:
+        with without_dropout(self.module):
+            plain, again = (self._one_by_one(few) for _ in range(2))
+            if any(not torch.equal(plain[name], again[name]) for name in plain):
+                return  # the model is random even without dropout: nothing to compare with
+            half = torch.is_autocast_enabled(batches.device(few).type)
+            off = disagreements(self._record(few), plain, half)
+            if off:
+                self._slow |= dict.fromkeys(off, "the fast gradient differed from autograd's")
+                off = disagreements(self._record(few), plain, half)
+        if off:
+            raise RuntimeError(
+                "Gradients of single records were required to equal those of plain autograd on one "
+                f"record at a time; those of {', '.join(off)} do not, even by torch.func. Records "
+                "may couple, or the model may depend on the batch size. Nothing can be clipped "
+                "safely like this, so no privacy could be promised."
+            )
+
+    def _one_by_one(self, few: Batch) -> dict[str, Tensor]:
+        return one_by_one(self.module, self._loss_of_record, self.parameters, few, records=3)
+
+    def _few(self, batch: Batch) -> Batch:
+        """Three records; fewer are repeated."""
+        records = batches.rows(batch) // self.rows_per_record
+        index = torch.arange(3, device=batches.device(batch)) % records
+        return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Looking around leaves no trace: neither in the random stream nor in the buffers."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with torch.random.fork_rng():
+            try:
+                yield
+            finally:
+                for buffer, before in buffers:
+                    buffer.data.copy_(before)
+
+
+@contextmanager
+def _packed_order(module: nn.Module, watch: Watch) -> Iterator[None]:
+    """Tell the watch in which order records stand in packed sequences, while a layer reads one."""
+
+    def before(_: nn.Module, inputs: tuple[object, ...]) -> None:
+        packed = inputs[0] if inputs and isinstance(inputs[0], PackedSequence) else None
+        watch.record_order = None if packed is None else packed.sorted_indices
+
+    def after(*_: object) -> None:
+        watch.record_order = None
+
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    handles = [layer.register_forward_pre_hook(before) for layer in layers]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,64 @@
+"""Fast gradients against plain autograd, on a few records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dpis.gradients.tape import Tape
+
+# Largest difference allowed, relative to the norm of the record's whole gradient.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
+HALF_TOLERANCE = 0.1
+
+
+def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[str]:
+    """The parameters for which a record's gradient differs from plain autograd's.
+
+    Args:
+        tape: the fast gradients of a few records.
+        plain: the same, explicit, from autograd on one record at a time.
+        half: whether the forward pass ran in half precision.
+    """
+    squares = [gradients.double().flatten(1).square().sum(1) for gradients in plain.values()]
+    sizes = torch.stack(squares).sum(0).sqrt()
+    off: set[str] = set()
+    for record in range(tape.records):
+        only = torch.zeros(tape.records, device=sizes.device)
+        only[record] = 1.0
+        for name, fast in tape.weighted_sum(only).items():
+            expected = plain[name][record].double()
+            tolerance = HALF_TOLERANCE if half else TOLERANCES.get(fast.dtype, HALF_TOLERANCE)
+            error = (fast.double() - expected).norm()
+            if not error <= tolerance * sizes[record] and sizes[record].isfinite():
+                off.add(name)
+    norms = tape.norms()
+    limit = HALF_TOLERANCE if half else max(TOLERANCES.values())
+    wrong = (norms - sizes).abs() > limit * sizes
+    return sorted(plain) if bool(wrong.any()) and not off else sorted(off)
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, so that the same input gives the same output.
+
+    Recurrent layers stay as they are but for their dropout: on some devices they have no backward
+    pass in evaluation mode.
+    """
+    modes = {layer: layer.training for layer in module.modules()}
+    recurrent = [layer for layer in modes if isinstance(layer, nn.RNNBase)]
+    rates = [layer.dropout for layer in recurrent]
+    try:
+        for layer in modes:
+            layer.training = isinstance(layer, nn.RNNBase) and modes[layer]
+        for layer in recurrent:
+            layer.dropout = 0.0
+        yield
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+        for layer, rate in zip(recurrent, rates, strict=True):
+            layer.dropout = rate

@@ -1,0 +1,205 @@
+"""Sees every torch function that touches a trainable parameter while a forward pass runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from dpis.gradients.combine import Place
+from dpis.gradients.rules import RULES
+from dpis.gradients.rules.base import Call, Rule
+from dpis.gradients.rules.composite import is_composite, opened
+from dpis.gradients.rules.general import General
+
+# A call: its function, where its parameters come from, and how often that was seen before.
+Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tensor made of parameters alone: one of them, or (a subclass) computed from some.
+
+    Attributes:
+        tensor: the tensor, held so that its ``id`` stays its own.
+        label: the same in every forward pass.
+    """
+
+    tensor: Tensor
+    label: Hashable
+
+
+@dataclass(frozen=True, eq=False)
+class Shown(Source):
+    """A parameter or a view of it."""
+
+    name: str
+    parameter: Tensor
+    place: Place
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Source):
+    """The result of a call that depends on no record: ``2 * scale``, a table of positions."""
+
+    call: Call
+    rule: Rule | None
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A call whose result depends on the records: what is kept until its gradients are known."""
+
+    key: Key
+    rule: Rule
+    parameters: tuple[Source, ...]
+    saved: Any
+    held: tuple[tuple[Tensor, int], ...]
+    edges: tuple[GradientEdge, ...]
+    shapes: tuple[torch.Size, ...]
+    record_order: Tensor | None = None
+    watched: tuple[Tensor, ...] = ()
+
+    def changed_in_place(self) -> bool:
+        """Whether a tensor that ``saved`` needs no longer holds what the call saw."""
+        return any(tensor._version != version for tensor, version in self.held)
+
+
+class Watch(TorchFunctionMode):
+    """Runs every call as it is, and keeps a ``Use`` of those that touch a parameter.
+
+    Parameters are not detached. Backward is later run to the ``edges`` of the uses alone, so
+    autograd skips every weight gradient by itself.
+
+    Args:
+        parameters: the trainable parameters by name.
+        constant: whether the call of this key depends on no record. Its result is then followed
+            as the parameters are.
+        rule_of: the rule planned for a key, where that is not the table's.
+        keep_watched: keep the watched tensors too, to look at their values.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        constant: Callable[[Key], bool],
+        rule_of: Callable[[Key], Rule | None],
+        keep_watched: bool = False,
+    ) -> None:
+        super().__init__()
+        self.uses: list[Use] = []
+        self.record_order: Tensor | None = None
+        self._constant, self._rule_of = constant, rule_of
+        self._keep_watched = keep_watched
+        self._seen: Counter[tuple[Callable[..., Any], tuple[Hashable, ...]]] = Counter()
+        self._sources: dict[int, Source] = {}
+        for name, parameter in parameters.items():
+            self._follow(Shown(parameter, name, name, parameter, Place.of(parameter, parameter)))
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        parameters = tuple(self._among(args, kwargs))
+        if not parameters or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return self._see(function, args, kwargs, parameters)
+
+    def source_of(self, tensor: Tensor) -> Source:
+        """Where a tensor that the watch follows comes from."""
+        return self._sources[id(tensor)]
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether the tensor is made of parameters alone, as far as the plan tells."""
+        return id(tensor) in self._sources
+
+    def _among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Source]:
+        """The sources among the arguments; lists of tensors are looked into."""
+        sources = self._sources
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if id(argument) in sources:
+                yield sources[id(argument)]
+            elif isinstance(argument, tuple | list):
+                yield from (sources[id(item)] for item in argument if id(item) in sources)
+
+    def _see(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: tuple[Source, ...],
+    ) -> Any:
+        tensors = tuple(source.tensor for source in parameters)
+        call = Call(function, args, kwargs, tensors, self.record_order)
+        rule = RULES.get(function)
+        if rule is not None and not rule.accepts(call):
+            rule = None
+        if rule is None:
+            if is_composite(function):
+                with self:
+                    return opened(function)(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if self._follow_views(result, parameters):
+                return result
+        key = self._key(function, parameters)
+        if self._constant(key):
+            result = function(*args, **kwargs) if rule is not None else result
+            self._follow_computed(result, key, call, rule)
+            return result
+        rule = self._rule_of(key) or rule or General()
+        ran = rule.run(call)
+        if ran.watched:
+            held = tuple((tensor, tensor._version) for tensor in ran.held)
+            edges = tuple(get_gradient_edge(tensor) for tensor in ran.watched)
+            shapes = tuple(tensor.shape for tensor in ran.watched)
+            watched = ran.watched if self._keep_watched else ()
+            order = self.record_order
+            use = Use(key, rule, parameters, ran.saved, held, edges, shapes, order, watched)
+            self.uses.append(use)
+        return ran.result
+
+    def _key(self, function: Callable[..., Any], parameters: tuple[Source, ...]) -> Key:
+        signature = (function, tuple(source.label for source in parameters))
+        self._seen[signature] += 1
+        return (*signature, self._seen[signature])
+
+    def _follow(self, source: Source) -> None:
+        self._sources[id(source.tensor)] = source
+
+    def _follow_views(self, result: Any, parameters: tuple[Source, ...]) -> bool:
+        """Follow views of a parameter; whether nothing else in the result has a gradient."""
+        tensors = differentiable(result)
+        if not tensors:
+            return True  # a shape, a type, a detached copy: no gradient passes here
+        shown = parameters[0]
+        if not isinstance(shown, Shown) or len(parameters) != 1:
+            return all(id(tensor) in self._sources for tensor in tensors)
+        owner = shown.parameter
+        views = [t for t in tensors if t is not owner and t._base is owner]
+        places = [Place.of(view, owner) for view in views]
+        odd = any(place.repeats for place in places) or any(v.dtype != owner.dtype for v in views)
+        if odd or not all(t is owner or t._base is owner for t in tensors):
+            return False
+        for view, place in zip(views, places, strict=True):
+            self._follow(Shown(view, (shown.name, place), shown.name, owner, place))
+        return True
+
+    def _follow_computed(self, result: Any, key: Key, call: Call, rule: Rule | None) -> None:
+        for index, tensor in enumerate(differentiable(result)):
+            self._follow(Computed(tensor, (key, index), call, rule))
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """The tensors of a result through which gradients pass."""
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
