@@ -146,7 +146,8 @@ class ImdbRnn(nn.Module):
 
     def __init__(self, embedding: Tensor, activation: Activation = nn.ReLU) -> None:
         super().__init__()
-        self.embedding = nn.Embedding.from_pretrained(embedding, freeze=True)
+        self.embedding = nn.Embedding(*embedding.shape)
+        self.embedding.weight = nn.Parameter(embedding, requires_grad=False)
         self.project = nn.Linear(embedding.shape[1], 32)
         self.lstm = nn.LSTM(32, 32, batch_first=True, bidirectional=True)
         self.hidden = nn.Linear(64, 16)
