@@ -73,7 +73,8 @@ class GateGrads(NamedTuple):
 class Cell(ABC):
     """One step of a recurrence, repeated over a block of steps.
 
-    Cells are pure but for the two buffers ``backward`` is told to add to.
+    Memory is what limits a recurrence on long sequences, so cells reuse it: what they overwrite is
+    stated, and nothing else changes.
     """
 
     adds_gates: bool = True
@@ -100,7 +101,7 @@ class Cell(ABC):
         """Run the steps of one block backwards.
 
         Args:
-            trace: what ``forward`` left.
+            trace: what ``forward`` left; overwritten, so that it serves once.
             hidden_grads: the gradients of ``trace.hidden``, one tensor for each of its steps,
                 as far as they are known from outside; what flows back through the recurrence is
                 added in place, also to the first, which belongs to the block before.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from dpis.gradients.rules.recurrent.steps import Timetable
@@ -23,11 +24,13 @@ def is_contracted(timetable: Timetable, weight: Tensor) -> bool:
     return weight.numel() <= timetable.steps * sum(weight.shape)
 
 
-def contracted(timetable: Timetable, grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+def contracted(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
     """``Σ_t grads_t ⊗ inputs_t`` for every record, ``[records, O, I]``."""
-    total = grads[0].new_zeros(timetable.records, grads[0].shape[-1], inputs[0].shape[-1])
-    for left, right in zip(grads, inputs, strict=True):
-        total[: left.shape[1]].baddbmm_(left.permute(1, 2, 0), right.permute(1, 0, 2))
+    pairs = zip(grads, inputs, strict=True)
+    products = ((left.permute(1, 2, 0), right.permute(1, 0, 2)) for left, right in pairs)
+    total = torch.bmm(*next(products))  # at the first step every record is at work
+    for left, right in products:
+        total[: len(left)].baddbmm_(left, right)
     return total
 
 

@@ -105,7 +105,7 @@ def backward(
     """Run a layer backwards.
 
     Args:
-        trace: what ``forward`` gave.
+        trace: what ``forward`` left; overwritten, so that it serves once.
         output_grads: the gradients of the hidden states of all rows.
         final_grads: the gradients of the final state.
         with_inputs: whether the gradients of the inputs are asked for.
@@ -136,13 +136,13 @@ def backward(
 
 def _input_grads(gates: list[Tensor], layer: Layer) -> Tensor:
     """``dx = dg W_ih`` for every row, summed over the directions."""
-    most_steps = max(len(block) for block in gates)
-    weight = layer.weights.inputs.repeat(most_steps, 1, 1)
+    weight = layer.weights.inputs.repeat(max(len(block) for block in gates), 1, 1)
     grads = []
     for block in gates:
         flat = block.flatten(0, 1)
         grads.append(torch.unflatten(torch.bmm(flat, weight[: len(flat)]), 0, block.shape[:2]))
-    return _join_directions(grads, layer).sum(1)
+    by_direction = _join_directions(grads, layer).unbind(1)
+    return by_direction[0] if layer.directions == 1 else by_direction[0] + by_direction[1]
 
 
 def _first(state: State, active: int) -> State:
@@ -159,20 +159,25 @@ def _add_final(hidden: list[Tensor], blocks: list[Block], final_grad: Tensor) ->
 
 def _split_directions(rows: Tensor, layer: Layer) -> list[Tensor]:
     """Rows ``[rows, directions, features]`` in the order each direction meets them, by block."""
-    ordered = [rows[:, 0]]
-    if layer.directions == 2:
-        ordered.append(rows[:, 1][layer.timetable.reversal(rows.device)])
     return [
-        torch.stack([block.of(direction) for direction in ordered], dim=1) for block in layer.blocks
+        torch.stack(
+            [
+                layer.timetable.take(rows[:, direction], block, backwards=direction == 1)
+                for direction in range(layer.directions)
+            ],
+            dim=1,
+        )
+        for block in layer.blocks
     ]
 
 
 def _join_directions(blocks: list[Tensor], layer: Layer) -> Tensor:
     """The inverse of ``_split_directions``."""
-    ordered = [
-        torch.cat([block[:, direction].flatten(0, 1) for block in blocks])
-        for direction in range(layer.directions)
-    ]
-    if layer.directions == 2:
-        ordered[1] = ordered[1][layer.timetable.reversal(ordered[1].device)]
-    return torch.stack(ordered, dim=1)
+    features = blocks[0].shape[-1]
+    rows = blocks[0].new_empty(sum(layer.timetable.active), layer.directions, features)
+    for block, values in zip(layer.blocks, blocks, strict=True):
+        for direction in range(layer.directions):
+            layer.timetable.put(
+                rows[:, direction], block, backwards=direction == 1, values=values[:, direction]
+            )
+    return rows

@@ -46,7 +46,10 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
-        trace: kernels.LayerTrace = ctx.trace
+        trace: kernels.LayerTrace | None = ctx.trace
+        if trace is None:
+            raise RuntimeError("a recurrence can run backwards only once for each forward pass")
+        ctx.trace = None  # backward overwrites it
         rows_grad, *final_grads = output_grads
         with torch.autocast(rows_grad.device.type, enabled=False):
             grads = kernels.backward(

@@ -67,17 +67,19 @@ class LstmCell(Cell):
         """See ``Cell.forward``."""
         trace = _empty_trace(projected, state, weights)
         recurrent = weights.hidden.mT
-        for step, activations in enumerate(projected):
-            activations.baddbmm_(trace.hidden[step], recurrent)
-            i, f, g, o = trace.gates[step].unbind(-2)
-            torch.tanh(g, out=trace.candidate[step])
-            activations.sigmoid_()  # in place: the gates are a view of it
-            cell, output = trace.cell[step + 1], trace.output[step]
-            torch.mul(f, trace.cell[step], out=cell).addcmul_(i, trace.candidate[step])
-            torch.tanh(cell, out=trace.cell_tanh[step])
-            torch.mul(o, trace.cell_tanh[step], out=output)
+        i, f, g, o = (gate.unbind() for gate in trace.gates.unbind(-2))
+        hidden, cell, output = trace.hidden.unbind(), trace.cell.unbind(), trace.output.unbind()
+        candidate, cell_tanh = trace.candidate.unbind(), trace.cell_tanh.unbind()
+        for step, activations in enumerate(projected.unbind()):
+            activations.baddbmm_(hidden[step], recurrent)
+            torch.tanh(g[step], out=candidate[step])
+            activations.sigmoid_()  # in place: the gates are views of it
+            torch.mul(f[step], cell[step], out=cell[step + 1])
+            cell[step + 1].addcmul_(i[step], candidate[step])
+            torch.tanh(cell[step + 1], out=cell_tanh[step])
+            torch.mul(o[step], cell_tanh[step], out=output[step])
             if weights.projection is not None:
-                torch.bmm(output, weights.projection.mT, out=trace.hidden[step + 1])
+                torch.bmm(output[step], weights.projection.mT, out=hidden[step + 1])
         return trace
 
     def backward(
@@ -86,18 +88,19 @@ class LstmCell(Cell):
         """See the top of this file."""
         assert isinstance(trace, LstmTrace)
         (cell_grad,) = carry
-        grads, cell_slope = _slopes(trace)
-        forget = trace.gates[..., 1, :]
-        for step in reversed(range(len(grads))):
+        grads, cell_slopes, forget = _slopes(trace)
+        flat = grads.flatten(-2)
+        through_cell, through_output = grads[..., :3, :].unbind(), grads[..., 3, :].unbind()
+        by_step = zip(flat.unbind(), cell_slopes.unbind(), forget.unbind(), strict=True)
+        for step, (grad, cell_slope, kept) in reversed(list(enumerate(by_step))):
             output_grad = hidden_grads[step + 1]
             if weights.projection is not None:
                 output_grad = output_grad @ weights.projection
-            cell_grad.addcmul_(output_grad, cell_slope[step])
-            grads[step, ..., :3, :].mul_(cell_grad.unsqueeze(-2))
-            grads[step, ..., 3, :].mul_(output_grad)
-            cell_grad.mul_(forget[step])
-            hidden_grads[step].baddbmm_(grads[step].flatten(-2), weights.hidden)
-        flat = grads.flatten(-2)
+            cell_grad.addcmul_(output_grad, cell_slope)
+            through_cell[step].mul_(cell_grad.unsqueeze(-2))
+            through_output[step].mul_(output_grad)
+            cell_grad.mul_(kept)
+            hidden_grads[step].baddbmm_(grad, weights.hidden)
         return GateGrads(flat, flat)
 
 
@@ -125,13 +128,22 @@ def _empty_trace(projected: Tensor, state: State, weights: Weights) -> LstmTrace
     )
 
 
-def _slopes(trace: LstmTrace) -> tuple[Tensor, Tensor]:
-    """What ``(dc', dc', dc', du)`` is multiplied by to give the gates' gradients, and ``dc'/du``."""
-    i, _, _, o = trace.gates.unbind(-2)
+def _slopes(trace: LstmTrace) -> tuple[Tensor, Tensor, Tensor]:
+    """What the backward steps multiply by.
+
+    Returns:
+        ``(g i(1-i), c f(1-f), i(1-g²), tanh(c') o(1-o))``, which take the place of the gates;
+        ``o (1 - tanh²c')``; and ``f``.
+    """
+    slopes = trace.gates
+    i, f, _, o = slopes.unbind(-2)
     candidate, cell_tanh = trace.candidate, trace.cell_tanh
-    slopes = torch.addcmul(trace.gates, trace.gates, trace.gates, value=-1)  # σ(1 - σ)
+    forget = f.clone()
+    cell_slope = torch.addcmul(o, trace.output, cell_tanh, value=-1)
+    candidate_slope = torch.addcmul(i, i * candidate, candidate, value=-1)
+    slopes.addcmul_(slopes, slopes, value=-1)  # σ(1 - σ)
     slopes[..., 0, :].mul_(candidate)
     slopes[..., 1, :].mul_(trace.cell[:-1])
-    torch.addcmul(i, i * candidate, candidate, value=-1, out=slopes[..., 2, :])
+    slopes[..., 2, :] = candidate_slope
     slopes[..., 3, :].mul_(cell_tanh)
-    return slopes, torch.addcmul(o, trace.output, cell_tanh, value=-1)
+    return slopes, cell_slope, forget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -56,6 +57,11 @@ class Timetable:
         """The number of records."""
         return self.active[0]
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether every step works on every record."""
+        return self.active[0] == self.active[-1]
+
     def blocks(self, most_steps: int) -> Iterator[Block]:
         """Cut the steps into blocks of at most ``most_steps``.
 
@@ -73,18 +79,47 @@ class Timetable:
             row += (stop - step) * active
             step = stop
 
-    def reversal(self, device: torch.device) -> Tensor:
-        """The order of the rows in which every record runs backwards, from its own last step.
+    def take(self, rows: Tensor, block: Block, backwards: bool) -> Tensor:
+        """A block's part of ``rows``, shape ``[steps, active, ...]``.
 
-        ``rows[reversal]`` has the same timetable, and reversing twice changes nothing.
+        Backwards, every record begins with its own last step.
 
         Example:
-            >>> Timetable((2, 1)).reversal(torch.device("cpu"))  # record 0 has rows 0 and 2
-            tensor([2, 1, 0])
+            >>> rows, block = torch.tensor([1, 10, 2]), Block(step=0, steps=1, active=2, row=0)
+            >>> Timetable((2, 1)).take(rows, block, backwards=True)  # record 0 has 1 and 2
+            tensor([[ 2, 10]])
         """
-        active = torch.tensor(self.active, device=device)
+        if not backwards:
+            return block.of(rows)
+        if self.is_padded:
+            return self._mirrored(block).of(rows).flip(0)
+        return rows[self._reversed_rows(block, rows.device)].view(
+            block.steps, block.active, *rows.shape[1:]
+        )
+
+    def put(self, rows: Tensor, block: Block, backwards: bool, values: Tensor) -> None:
+        """Set what ``take`` reads, in place."""
+        if not backwards:
+            block.of(rows).copy_(values)
+        elif self.is_padded:
+            self._mirrored(block).of(rows).copy_(values.flip(0))
+        else:
+            rows[self._reversed_rows(block, rows.device)] = values.flatten(0, 1)
+
+    def _mirrored(self, block: Block) -> Block:
+        """The same steps counted from the end; for a padded batch."""
+        step = self.steps - block.step - block.steps
+        return Block(step, block.steps, block.active, row=step * block.active)
+
+    def _reversed_rows(self, block: Block, device: torch.device) -> Tensor:
+        return self._reversal[block.row : block.row + block.steps * block.active].to(device)
+
+    @cached_property
+    def _reversal(self) -> Tensor:
+        """The order of the rows in which every record runs backwards."""
+        active = torch.tensor(self.active)
         first_row = active.cumsum(0) - active
-        step = torch.arange(self.steps, device=device).repeat_interleave(active)
-        place = torch.arange(step.numel(), device=device) - first_row[step]
-        length = (active[:, None] > torch.arange(self.records, device=device)).sum(0)
+        step = torch.arange(self.steps).repeat_interleave(active)
+        place = torch.arange(step.numel()) - first_row[step]
+        length = (active[:, None] > torch.arange(self.records)).sum(0)
         return first_row[length[place] - 1 - step] + place

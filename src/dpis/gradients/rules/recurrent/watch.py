@@ -66,7 +66,7 @@ class Watch:
         if self.form is Form.POSITIONS:
             return collect.positions(timetable, blocks)
         assert self.role is not None
-        return collect.contracted(timetable, blocks, self.inputs(self.role, trace))
+        return collect.contracted(blocks, self.inputs(self.role, trace))
 
     def inputs(self, role: Role, trace: LayerTrace) -> list[Tensor]:
         """What the weight of this role is multiplied with, block by block."""
