@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -47,11 +48,13 @@ def by_vmap(problem: Any, module: nn.Module, batch: Any) -> dict[str, Tensor]:
         return torch.func.functional_call(whole, named, (rows,))
 
     grouped = batches.apply(lambda t: t.reshape(-1, K, *t.shape[1:]), batch)
-    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(trainable, grouped)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(trainable, grouped)
 
 
 def norms(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.flatten(1) for g in gradients.values()], dim=1).norm(dim=1)
+    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], dim=1).norm(dim=1)
 
 
 def weighted_sum(gradients: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ class Function(nn.Module):
 def function(f: Callable[..., Tensor], **shapes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         parts = {
-            name: torch.randn(*shape) if isinstance(shape, tuple) else shape()
+            name: torch.randn(shape) if isinstance(shape, tuple) else shape()
             for name, shape in shapes.items()
         }
         return Function(f, **parts)
@@ -159,7 +159,9 @@ LINEAR = [
         function(lambda m, x: (m.weight @ x.T).T, weight=(4, 6)),
         floats(6),
     ),
-    plain("matmul-vector", function(lambda m, x: x @ m.weight, weight=(6,)), floats(3, 6)),
+    plain(
+        "matmul-vector", function(lambda m, x: x @ m.weight, weight=(6,)), floats(3, 6), slow=True
+    ),
     plain(
         "addmm",
         function(lambda m, x: torch.addmm(m.bias, x, m.weight), bias=(4,), weight=(6, 4)),
@@ -169,12 +171,14 @@ LINEAR = [
         "einsum",
         function(lambda m, x: torch.einsum("bli,oi->blo", x, m.weight), weight=(4, 6)),
         floats(3, 6),
+        slow=True,
     ),
     plain(
         "bilinear",
         function(lambda m, x: m.layer(x, x * 2), layer=lambda: nn.Bilinear(6, 6, 3)),
         floats(6),
         vmap=False,
+        slow=True,
     ),
 ]
 
@@ -264,8 +268,9 @@ BARE = [
         "mask-token",
         function(lambda m, x: torch.where(x > 0.5, m.token, x), token=(6,)),
         floats(3, 6),
+        slow=True,
     ),
-    plain("prelu", lambda: nn.PReLU(3), floats(3, 6)),
+    plain("prelu", lambda: nn.PReLU(3), floats(3, 6), slow=True),
     plain(
         "slices",
         function(lambda m, x: x @ m.weight[:4].t() + x @ m.weight[4:].t(), weight=(8, 6)),

@@ -100,7 +100,7 @@ def inner_products(a: Factor, b: Factor) -> Tensor:
         L = a.inputs.shape[1]
         picked = a.output_grads.gather(2, b.indices[:, None, :].expand(-1, L, -1))
         return (picked * torch.bmm(a.inputs, b.output_grads.mT)).sum((1, 2))
-    return (a.explicit() * b.explicit()).flatten(1).sum(1)
+    return (a.explicit() * b.explicit()).reshape(a.records, -1).sum(1)
 
 
 def join(a: Factor, b: Factor) -> Factor:
@@ -186,7 +186,7 @@ def _spread(part: Part, parameter: Tensor) -> Tensor:
     whole = parameter.new_zeros(part.factor.records, parameter.numel(), dtype=gradients.dtype)
     index = torch.arange(parameter.numel(), device=parameter.device)
     index = part.place.look(index).reshape(-1)
-    return _as_parameter(whole.index_add_(1, index, gradients.flatten(1)), parameter)
+    return _as_parameter(whole.index_add_(1, index, gradients.reshape(len(whole), -1)), parameter)
 
 
 def _as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:

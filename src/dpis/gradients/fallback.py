@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 
 import torch
@@ -33,7 +34,9 @@ def per_record_gradients(
     without a batching rule) one record after the other.
     """
     try:
-        return _vectorised(module, loss, parameters, batch, records, present)
+        with warnings.catch_warnings():  # we say ourselves, once, that this way is slow
+            warnings.filterwarnings("ignore", message="There is a performance drop")
+            return _vectorised(module, loss, parameters, batch, records, present)
     except (RuntimeError, NotImplementedError, ValueError):
         return one_by_one(module, loss, parameters, batch, records, present)
 

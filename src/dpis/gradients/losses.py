@@ -83,7 +83,7 @@ def _terms_of_module(loss: nn.Module) -> _Terms | None:
         return None
     reduction = str(loss.reduction)
     terms = copy.copy(loss)
-    terms.reduction = "none"
+    setattr(terms, "reduction", "none")  # noqa: B010 (to type checkers a Tensor or a Module)
     return _Terms(terms, reduction, getattr(loss, "ignore_index", None))
 
 

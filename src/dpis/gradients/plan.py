@@ -36,6 +36,14 @@ class Beyond:
     reason: str
 
 
+class GeneralRuleError(RuntimeError):
+    """The general rule cannot treat a call: its parameters need the fallback."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(f"torch.func cannot treat {key[0]} by itself")
+        self.key = key
+
+
 Verdict = Constant | Placed | Beyond
 Plan = dict[Key, Verdict]
 # Runs the model under a watch and returns the loss of every row (or one for all).
@@ -93,6 +101,21 @@ def make_plan(
     return plan | judged, _bytes(more) // 3
 
 
+def general(plan: Plan) -> dict[str, str]:
+    """What the plan leaves to the general rule, with the function that has none of its own."""
+    return {
+        str(label): f"{name_of(key[0])}: no rule of its own"
+        for key, verdict in plan.items()
+        if isinstance(verdict, Placed) and isinstance(verdict.rule, General)
+        for label in key[1]
+    }
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """A function's name, for messages."""
+    return getattr(function, "__name__", str(function))
+
+
 def _trace(forward: Forward, watch: Watch, batch: Batch) -> _Trace:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same dropout every time
@@ -125,7 +148,7 @@ def _judge(few: Use | None, more: Use, K: int) -> Verdict:
 
 def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> Verdict:
     """A function without a rule: possible if each argument has plain rows or none."""
-    name = getattr(more.key[0], "__name__", "")
+    name = name_of(more.key[0])
     if len(growths) != 1 or growths[0].merged or (name.endswith("_") and name[-2:] != "__"):
         return Beyond("it changes its argument, flattens records, or has several results")
     pairs = zip(_argument_shapes(few.saved), _argument_shapes(more.saved), strict=True)
@@ -214,8 +237,8 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _where(use: Use) -> str:
-    function = getattr(use.key[0], "__name__", str(use.key[0]))
-    return f"activations of another record changed in {function} with {use.parameters[0].label}"
+    first = use.parameters[0].label
+    return f"activations of another record changed in {name_of(use.key[0])} with {first}"
 
 
 _COUPLED = (

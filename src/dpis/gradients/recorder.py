@@ -16,7 +16,7 @@ from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
 from dpis.gradients.losses import Objective, refuse_penalty, scalar_scale, weighted_total
-from dpis.gradients.plan import Constant, Placed, Plan, make_plan
+from dpis.gradients.plan import Beyond, Constant, GeneralRuleError, Placed, Plan, general, make_plan
 from dpis.gradients.rules.general import General
 from dpis.gradients.selfcheck import disagreements, without_dropout
 from dpis.gradients.tape import Tape, beyond, collect, full_precision, unplanned
@@ -65,11 +65,19 @@ class Recorder:
             self._require_gradients(tape)
             if self._check:
                 self._compare_with_autograd(few)
+        self._say_what_is_slow()
         self._ready = True
 
     # -- one pass --------------------------------------------------------------------------------
 
     def _record(self, batch: Batch, present: Tensor | None = None) -> Tape:
+        while True:
+            try:
+                return self._try_to_record(batch, present)
+            except GeneralRuleError as error:
+                self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
+
+    def _try_to_record(self, batch: Batch, present: Tensor | None) -> Tape:
         rows = batches.rows(batch)
         records = rows // self.rows_per_record
         watch, losses = self._run_planned(batch, rows)
@@ -119,15 +127,7 @@ class Recorder:
         self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None
     ) -> dict[str, list[Part]]:
         """The parameters that no rule covers, by ``torch.func`` over the whole model."""
-        if slow.keys() - self._slow.keys():
-            self._slow |= slow
-            named = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
-            warnings.warn(
-                f"Gradients of single records are computed by torch.func for {named}. They are "
-                "right, but slower and larger than those of layers that dpis knows.",
-                SlowGradientsWarning,
-                stacklevel=2,
-            )
+        self._slow |= slow
         wanted = {name: self.parameters[name] for name in slow}
         explicit = per_record_gradients(
             self.module, self._loss_of_record, wanted, batch, records, present
@@ -159,6 +159,17 @@ class Recorder:
 
         with torch.no_grad(), without_dropout(self.module):
             return scalar_scale(loss_of, batches.device(few))
+
+    def _say_what_is_slow(self) -> None:
+        slow = general(self._plan) | self._slow
+        if slow:
+            named = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
+            warnings.warn(
+                f"Gradients of single records are computed by torch.func for {named}. They are "
+                "right, but slower and larger than those of the layers that dpis knows.",
+                SlowGradientsWarning,
+                stacklevel=4,
+            )
 
     def _require_gradients(self, tape: Tape) -> None:
         missing = [name for name, parts in tape.parts.items() if not parts]

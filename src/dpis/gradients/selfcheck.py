@@ -23,7 +23,9 @@ def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[s
         plain: the same, explicit, from autograd on one record at a time.
         half: whether the forward pass ran in half precision.
     """
-    squares = [gradients.double().flatten(1).square().sum(1) for gradients in plain.values()]
+    squares = [
+        gradients.double().reshape(tape.records, -1).square().sum(1) for gradients in plain.values()
+    ]
     sizes = torch.stack(squares).sum(0).sqrt()
     off: set[str] = set()
     for record in range(tape.records):

@@ -13,8 +13,9 @@ from torch import Tensor
 from dpis.gradients.combine import Part, Place, squared_norms, weighted_sum
 from dpis.gradients.factors import Dense, Factor
 from dpis.gradients.layout import Layout
-from dpis.gradients.plan import Beyond, Placed, Plan
+from dpis.gradients.plan import Beyond, GeneralRuleError, Placed, Plan, name_of
 from dpis.gradients.rules.base import HALF, Call
+from dpis.gradients.rules.general import General
 from dpis.gradients.watch import Computed, Shown, Use, Watch
 
 Parts = Mapping[str, tuple[Part, ...]]
@@ -98,6 +99,8 @@ def backward(total_loss: Tensor, uses: Iterable[Use]) -> list[list[Tensor | None
     """The gradients of all watched tensors, in one backward pass that computes nothing else."""
     uses = list(uses)
     edges = [edge for use in uses for edge in use.edges]
+    if not edges:
+        return []
     grads = iter(torch.autograd.grad(total_loss, edges, allow_unused=True))
     return [[next(grads) for _ in use.edges] for use in uses]
 
@@ -113,7 +116,7 @@ def collect(
         for use, grads in zip(uses, grads_of_uses, strict=True):
             if all(grad is None for grad in grads):
                 continue
-            for tensor, factor in _factors(use, grads, plan, rows):
+            for tensor, factor in _factors_or_refusal(use, grads, plan, rows):
                 folded = factor.fold(factor.records // records)
                 for name, part in _attribute(watch, tensor, folded):
                     parts[name].append(part)
@@ -126,20 +129,28 @@ def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
     for use in watch.uses:
         verdict = plan[use.key]
         if isinstance(verdict, Beyond):
-            function = getattr(use.key[0], "__name__", str(use.key[0]))
             for source in use.parameters:
                 for name in _owners(watch, source.tensor):
-                    reasons[name] = f"{function}: {verdict.reason}"
+                    reasons[name] = f"{name_of(use.key[0])}: {verdict.reason}"
     return reasons
+
+
+def _factors_or_refusal(
+    use: Use, grads: list[Tensor | None], plan: Plan, rows: int
+) -> Iterable[tuple[Tensor, Factor]]:
+    if not isinstance(use.rule, General):
+        return _factors(use, grads, plan, rows)
+    try:
+        return list(_factors(use, grads, plan, rows))
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise GeneralRuleError(use.key) from error
 
 
 def _factors(
     use: Use, grads: list[Tensor | None], plan: Plan, rows: int
 ) -> Iterable[tuple[Tensor, Factor]]:
     if use.changed_in_place():
-        raise RuntimeError(
-            _CHANGED.format(use.parameters[0].label, getattr(use.key[0], "__name__", ""))
-        )
+        raise RuntimeError(_CHANGED.format(use.parameters[0].label, name_of(use.key[0])))
     layouts = layouts_of(use, plan, rows)
     if layouts is None:
         raise UnplannedCallError

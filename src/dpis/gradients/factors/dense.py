@@ -35,13 +35,16 @@ class Dense(Factor):
 
     def squared_norms(self) -> Tensor:
         """``||G_i||²``, entry by entry."""
-        return self.gradients.square().flatten(1).sum(1)
+        return self._flat().square().sum(1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One product of the weights with the records, flattened."""
         factor, weights = contributing(self, weights)
-        flat = factor.gradients.flatten(1)
+        flat = factor._flat()
         return (weights.to(flat.dtype) @ flat).view(self.shape)
+
+    def _flat(self) -> Tensor:
+        return self.gradients.reshape(self.records, self.shape.numel())
 
     def explicit(self) -> Tensor:
         """The gradients."""
@@ -51,7 +54,7 @@ class Dense(Factor):
         """Rows of one record add up."""
         if rows_per_record == 1:
             return self
-        return Dense(self.gradients.view(-1, rows_per_record, *self.shape).sum(1))
+        return Dense(self.gradients.reshape(-1, rows_per_record, *self.shape).sum(1))
 
     def select(self, kept: Tensor) -> Dense:
         """The records with these indices alone."""

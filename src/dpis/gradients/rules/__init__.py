@@ -1,10 +1,18 @@
 """The one table: which rule treats which torch function."""
 
-from dpis.gradients.rules import broadcast, embedding, linear, normalization, recurrent
+from dpis.gradients.rules import (
+    broadcast,
+    convolution,
+    embedding,
+    linear,
+    normalization,
+    recurrent,
+)
 from dpis.gradients.rules.base import RuleTable
 
 RULES: RuleTable = {
     **linear.RULES,
+    **convolution.RULES,
     **embedding.RULES,
     **normalization.RULES,
     **broadcast.RULES,

@@ -80,6 +80,23 @@ class Multiply(Elementwise):
         return g * self.operands(call)[0]
 
 
+class Divide(Elementwise):
+    """``left / right``."""
+
+    def accepts(self, call: Call) -> bool:
+        """True division alone: rounding has no gradient."""
+        return super().accepts(call) and call.kwargs.get("rounding_mode") is None
+
+    def to_left(self, call: Call, g: Tensor) -> Tensor:
+        """``g / right``."""
+        return g / self.operands(call)[1]
+
+    def to_right(self, call: Call, g: Tensor) -> Tensor:
+        """``-g left / right²``."""
+        left, right = self.operands(call)
+        return -g * left / right.square()
+
+
 class Spread(Rule):
     """A parameter repeated along new or single dimensions (``expand``): ``dp = Σ g``."""
 
@@ -93,6 +110,31 @@ class Spread(Rule):
         """Copies within a record add up."""
         parameter = saved.argument(0, "input")
         yield parameter, unbroadcast(grads[0], parameter, layouts[0])
+
+
+class Repeat(Rule):
+    """A parameter tiled (``repeat``): ``dp = Σ g`` over the tiles of a record."""
+
+    def accepts(self, call: Call) -> bool:
+        """The repeated tensor is the parameter."""
+        return call.wants(call.args[0])
+
+    def factors(
+        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
+    ) -> Iterator[ParameterFactor]:
+        """Every dimension splits into tiles and what is in a tile."""
+        parameter = saved.args[0]
+        shape = [1] * (grads[0].ndim - parameter.ndim) + list(parameter.shape)
+        del shape[layouts[0].dim]
+        rows = layouts[0].rows_first(grads[0])
+        tiled = [n for size in zip(rows.shape[1:], shape, strict=True) for n in _tiles(*size)]
+        tiles = rows.reshape(rows.shape[0], *tiled)
+        summed = tiles.sum(tuple(range(1, tiles.ndim, 2))) if tiled else tiles
+        yield parameter, Dense(summed.reshape(rows.shape[0], *parameter.shape))
+
+
+def _tiles(size: int, tile: int) -> tuple[int, int]:
+    return size // tile, tile
 
 
 def unbroadcast(grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
@@ -113,6 +155,8 @@ RULES: RuleTable = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__radd__), Add()),
     **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), Subtract()),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__rmul__), Multiply()),
+    **dict.fromkeys((torch.div, Tensor.div, torch.true_divide, Tensor.true_divide), Divide()),
+    Tensor.repeat: Repeat(),
     **dict.fromkeys(
         (Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to), Spread()
     ),
