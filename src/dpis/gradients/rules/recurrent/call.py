@@ -74,10 +74,10 @@ def read_sequence(call: Call) -> Recurrence:
     return Recurrence(
         inputs=given["data" if packed else "input"],
         steps_dim=steps_dim,
-        timetable=Timetable(
-            tuple(given["batch_sizes"].tolist())
+        timetable=(
+            Timetable(tuple(given["batch_sizes"].tolist()), packed=True)
             if steps_dim is None
-            else (given["input"].shape[1 - steps_dim],) * given["input"].shape[steps_dim]
+            else Timetable((given["input"].shape[1 - steps_dim],) * given["input"].shape[steps_dim])
         ),
         state=_state(given["hx"]),
         layers=[weights[i : i + directions] for i in range(0, len(weights), directions)],

@@ -19,9 +19,10 @@ def is_contracted(timetable: Timetable, weight: Tensor) -> bool:
     """Whether a record's gradient of ``weight`` is smaller than the positions it is a sum over.
 
     It is then also the cheaper way to its norm: ``steps·I·O`` products against ``steps²·(I + O)`` for
-    the Gram matrices.
+    the Gram matrices. For a packed batch it is the only way: the steps of its longest record
+    change with the batch, and nothing but the number of records may change the shape of what is watched.
     """
-    return weight.numel() <= timetable.steps * sum(weight.shape)
+    return timetable.packed or weight.numel() <= timetable.steps * sum(weight.shape)
 
 
 def contracted(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,21 +11,19 @@ from torch import Tensor
 from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.recurrent.cell import State
 from dpis.gradients.rules.recurrent.layer import Layer
-from dpis.gradients.rules.recurrent.watch import Watch, in_record_order
+from dpis.gradients.rules.recurrent.watch import Watch
 
 
 def run_linked(
-    layer: Layer,
-    rows: Tensor,
-    state: State,
-    watched: dict[Watch, Tensor],
-    place_of_record: Tensor | None,
+    layer: Layer, rows: Tensor, state: State, stand_ins: Sequence[tuple[Watch, Tensor]]
 ) -> tuple[kernels.LayerTrace, Tensor, State]:
     """``layer.forward``, with gradients that flow to ``rows``, ``state`` and the stand-ins."""
     with torch.no_grad():
         trace, outputs, final = kernels.forward(layer, rows, state)
+    watches = tuple(watch for watch, _ in stand_ins)
+    tensors = tuple(tensor for _, tensor in stand_ins)
     outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
-        trace, (outputs, *final), tuple(watched), place_of_record, rows, *state, *watched.values()
+        trace, (outputs, *final), watches, rows, *state, *tensors
     )
     return trace, outputs, tuple(linked_final)
 
@@ -38,10 +37,9 @@ class _Link(torch.autograd.Function):
         trace: kernels.LayerTrace,
         outputs: tuple[Tensor, ...],
         watches: tuple[Watch, ...],
-        place_of_record: Tensor | None,
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.trace, ctx.watches, ctx.place_of_record = trace, watches, place_of_record
+        ctx.trace, ctx.watches = trace, watches
         return outputs
 
     @staticmethod
@@ -53,10 +51,8 @@ class _Link(torch.autograd.Function):
         rows_grad, *final_grads = output_grads
         with torch.autocast(rows_grad.device.type, enabled=False):
             grads = kernels.backward(
-                trace, rows_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[4]
+                trace, rows_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
             )
-            watched = [
-                in_record_order(watch.gradient(trace, grads), ctx.place_of_record)
-                for watch in ctx.watches
-            ]
-        return None, None, None, None, grads.inputs, *grads.state, *watched
+            found = {watch: watch.gradient(trace, grads) for watch in set(ctx.watches)}
+        watched = [found[watch] for watch in ctx.watches]
+        return None, None, None, grads.inputs, *grads.state, *watched

@@ -23,7 +23,6 @@ class Saved:
     """What the factors are made from once the gradients of the stand-ins are known."""
 
     watched: list[WatchedParameter]
-    stand_ins: tuple[Tensor, ...]
     place_of_record: Tensor | None
 
 
@@ -50,24 +49,19 @@ class RecurrentRule(Rule):
     def run(self, call: Call) -> Ran:
         """Run all layers. Nothing is held: the kernels keep copies of what the factors need."""
         recurrence = self.read(call)
-        place_of_record = None if call.record_order is None else call.record_order.argsort()
         with torch.autocast(recurrence.inputs.device.type, enabled=False):
-            run = run_stack(self.cell, recurrence, call.wants, place_of_record)
+            run = run_stack(self.cell, recurrence, call.wants)
         final = tuple(part.to(recurrence.inputs.dtype) for part in run.final)
         result = self.result(recurrence.like_inputs(run.outputs), final)
-        stand_ins = tuple({id(seen.stand_in): seen.stand_in for seen in run.watched}.values())
-        return Ran(result, stand_ins, Saved(run.watched, stand_ins, place_of_record))
+        place_of_record = None if call.record_order is None else call.record_order.argsort()
+        stand_ins = tuple(watched.stand_in for watched in run.watched)
+        return Ran(result, stand_ins, Saved(run.watched, place_of_record))
 
     def factors(
         self, saved: Saved, grads: Sequence[Tensor], layouts: Sequence[Layout]
     ) -> Iterator[ParameterFactor]:
         """``Dense`` or ``Outer``, whichever the stand-in was chosen for."""
-        found = {
-            id(stand_in): (grad, layout)
-            for stand_in, grad, layout in zip(saved.stand_ins, grads, layouts, strict=True)
-        }
-        for watched in saved.watched:
-            grad, layout = found[id(watched.stand_in)]
+        for watched, grad, layout in zip(saved.watched, grads, layouts, strict=True):
             yield watched.parameter, watched.factor(grad, layout, saved.place_of_record)
 
 

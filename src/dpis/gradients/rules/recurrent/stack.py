@@ -13,7 +13,7 @@ from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
 from dpis.gradients.rules.recurrent.cell import Cell, State, Weights
 from dpis.gradients.rules.recurrent.layer import Layer
 from dpis.gradients.rules.recurrent.link import run_linked
-from dpis.gradients.rules.recurrent.watch import Form, Watch, WatchedParameter, stand_in, watch_for
+from dpis.gradients.rules.recurrent.watch import Form, WatchedParameter, stand_in, watch_for
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,13 @@ class LayerRun:
     watched: list[WatchedParameter]
 
 
-def run_stack(
-    cell: Cell,
-    recurrence: Recurrence,
-    wants: Callable[[Tensor], bool],
-    place_of_record: Tensor | None,
-) -> LayerRun:
+def run_stack(cell: Cell, recurrence: Recurrence, wants: Callable[[Tensor], bool]) -> LayerRun:
     """Run every layer, in single precision or better.
 
     Args:
         cell: the cell all layers share.
         recurrence: inputs, first state and weights.
         wants: whether a parameter's gradients are asked for.
-        place_of_record: where each record stands in the batch, if the batch was sorted.
     """
     rows = _precise(recurrence.rows())
     runs: list[LayerRun] = []
@@ -53,7 +47,7 @@ def run_stack(
         layer = Layer(cell, _stack_directions(weights), recurrence.timetable)
         own = slice(index * len(weights), (index + 1) * len(weights))
         state = tuple(_precise(part[own]) for part in recurrence.state)
-        runs.append(_run_layer(layer, weights, rows, state, wants, place_of_record))
+        runs.append(_run_layer(layer, weights, rows, state, wants))
         rows = runs[-1].outputs
     finals = zip(*(run.final for run in runs), strict=True)
     return LayerRun(
@@ -69,25 +63,23 @@ def _run_layer(
     rows: Tensor,
     state: State,
     wants: Callable[[Tensor], bool],
-    place_of_record: Tensor | None,
 ) -> LayerRun:
-    stand_ins: dict[Watch, Tensor] = {}
-    asked = []
-    for direction, own_weights in enumerate(weights):
-        for role, parameter in own_weights.items():
-            if wants(parameter):
-                watch = watch_for(role, direction, layer, parameter)
-                stand_ins.setdefault(watch, stand_in(watch, layer))
-                asked.append((parameter, role, watch))
-    trace, outputs, final = run_linked(layer, rows, state, stand_ins, place_of_record)
+    asked = [
+        (role, parameter, watch_for(role, direction, layer, parameter))
+        for direction, own_weights in enumerate(weights)
+        for role, parameter in own_weights.items()
+        if wants(parameter)
+    ]
+    stand_ins = [(watch, stand_in(watch, layer)) for _, _, watch in asked]
+    trace, outputs, final = run_linked(layer, rows, state, stand_ins)
     watched = [
         WatchedParameter(
             parameter,
-            stand_ins[watch],
+            tensor,
             layer.timetable,
             inputs=watch.inputs(role, trace) if watch.form is Form.POSITIONS else None,
         )
-        for parameter, role, watch in asked
+        for (role, parameter, watch), (_, tensor) in zip(asked, stand_ins, strict=True)
     ]
     return LayerRun(outputs, final, watched)
 

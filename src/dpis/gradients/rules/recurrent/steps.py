@@ -43,9 +43,11 @@ class Timetable:
 
     Attributes:
         active: the number of records at work at each step; it never grows.
+        packed: whether records may have different lengths.
     """
 
     active: tuple[int, ...]
+    packed: bool = False
 
     @property
     def steps(self) -> int:
@@ -56,11 +58,6 @@ class Timetable:
     def records(self) -> int:
         """The number of records."""
         return self.active[0]
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether every step works on every record."""
-        return self.active[0] == self.active[-1]
 
     def blocks(self, most_steps: int) -> Iterator[Block]:
         """Cut the steps into blocks of at most ``most_steps``.
@@ -86,22 +83,21 @@ class Timetable:
 
         Example:
             >>> rows, block = torch.tensor([1, 10, 2]), Block(step=0, steps=1, active=2, row=0)
-            >>> Timetable((2, 1)).take(rows, block, backwards=True)  # record 0 has 1 and 2
+            >>> Timetable((2, 1), packed=True).take(rows, block, backwards=True)  # 1 and 2; 10
             tensor([[ 2, 10]])
         """
         if not backwards:
             return block.of(rows)
-        if self.is_padded:
+        if not self.packed:
             return self._mirrored(block).of(rows).flip(0)
-        return rows[self._reversed_rows(block, rows.device)].view(
-            block.steps, block.active, *rows.shape[1:]
-        )
+        own = rows[self._reversed_rows(block, rows.device)]
+        return own.view(block.steps, block.active, *rows.shape[1:])
 
     def put(self, rows: Tensor, block: Block, backwards: bool, values: Tensor) -> None:
         """Set what ``take`` reads, in place."""
         if not backwards:
             block.of(rows).copy_(values)
-        elif self.is_padded:
+        elif not self.packed:
             self._mirrored(block).of(rows).copy_(values.flip(0))
         else:
             rows[self._reversed_rows(block, rows.device)] = values.flatten(0, 1)

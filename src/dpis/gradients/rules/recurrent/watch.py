@@ -41,10 +41,10 @@ class Form(Enum):
 
 @dataclass(frozen=True)
 class Watch:
-    """One stand-in. Parameters that need the same gradients share it.
+    """What is watched. Parameters that need the same gradients have equal watches.
 
     Attributes:
-        form: the form of its gradient.
+        form: the form of the stand-in's gradient.
         direction: 0, or 1 for the backward direction.
         source: which gradients it collects.
         role: the weight they are multiplied out for, if they are contracted.
@@ -107,17 +107,21 @@ class WatchedParameter:
     inputs: list[Tensor] | None
 
     def factor(self, grad: Tensor, layout: Layout, place_of_record: Tensor | None) -> Factor:
-        """The factor that follows from the gradient of the stand-in."""
+        """The factor that follows from the gradient of the stand-in.
+
+        Args:
+            grad: that gradient, one row for each place of the batch.
+            layout: which of its rows belong to one record.
+            place_of_record: where each record stands in the batch, if the batch was sorted.
+        """
+
+        def by_record(places: Tensor) -> Tensor:
+            ordered = places if place_of_record is None else places[place_of_record]
+            return layout.rows_first(ordered)
+
         if self.inputs is None:
-            return Dense(layout.rows_first(grad))
-        inputs = collect.positions(self.timetable, self.inputs)
-        inputs = in_record_order(inputs, place_of_record)
-        return Outer(layout.rows_first(inputs), layout.rows_first(grad))
-
-
-def in_record_order(places: Tensor, place_of_record: Tensor | None) -> Tensor:
-    """Rows that stand by place of a sorted batch, by record instead."""
-    return places if place_of_record is None else places[place_of_record]
+            return Dense(by_record(grad))
+        return Outer(by_record(collect.positions(self.timetable, self.inputs)), by_record(grad))
 
 
 def _source(role: Role, layer: Layer) -> Source:
