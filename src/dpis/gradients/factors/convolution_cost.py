@@ -17,8 +17,8 @@ GRAM_ENTRY = 25
 KERNEL_ENTRY = 50
 """Multiply-adds that take as long as writing and squaring one entry of an explicit gradient."""
 
-CACHE_FLOATS = 2**21
-"""Numbers that a block of records may occupy while its norms are computed (8 MiB in float32)."""
+CACHE_FLOATS = 2**22
+"""Numbers that a block of records may occupy while its norms are computed (16 MiB in float32)."""
 
 
 def cheaper_by_gram(

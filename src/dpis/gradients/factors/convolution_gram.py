@@ -69,15 +69,19 @@ def _sum_shifted(pairs: Tensor, left: int, right: int, taps: tuple[Tap, ...], si
 
     What lies outside is padding, hence zero: it is skipped instead of stored.
     """
+
+    def window(of: Tensor, start: int, length: int) -> Tensor:
+        return of.narrow(left, start, length).narrow(right, start, length)
+
     available = pairs.shape[left]
+    if len(taps) == 1 and 0 <= taps[0].shift <= available - size:
+        return window(pairs, taps[0].shift, size)
     shape = list(pairs.shape)
     shape[left] = shape[right] = size
     total = pairs.new_zeros(shape)
     for tap in taps:
         first, last = max(0, -tap.shift), min(size, available - tap.shift)
-        if first >= last:
-            continue
-        seen = pairs.narrow(left, first + tap.shift, last - first)
-        seen = seen.narrow(right, first + tap.shift, last - first)
-        total.narrow(left, first, last - first).narrow(right, first, last - first).add_(seen)
+        if first < last:
+            seen = window(pairs, first + tap.shift, last - first)
+            window(total, first, last - first).add_(seen)
     return total

@@ -103,7 +103,9 @@ def _by_kernel_element(
     """``[records, channels_out, kernel elements, channels_in]``, one product for each element."""
     grid = _grid(output_grads.shape[2:], geometry)
     cells = [prod(grid[dim + 1 :]) for dim in range(len(grid))]
-    sent = positions(_placed(output_grads, grid, (0,) * len(grid)), rows).transpose(1, 2)
+    sent = positions(
+        _placed(output_grads, grid, (0,) * len(grid)), rows, pad_channels=True
+    ).transpose(1, 2)
     channels_out, channels_in = output_grads.shape[1], inputs.shape[1]
     gradients = inputs.new_zeros(sent.shape[0], channels_out, prod(geometry.kernel), channels_in)
     for phase in geometry.phases():
@@ -111,7 +113,7 @@ def _by_kernel_element(
         firsts = tuple(min(tap.shift for tap in taps) for taps in phase.taps)
         if not _meet(some.shape[2:], grid, firsts):
             continue  # these kernel elements look at nothing but padding
-        seen = positions(_placed(some, grid, firsts), rows)
+        seen = positions(_placed(some, grid, firsts), rows, pad_channels=True)
         for taps in product(*phase.taps):
             element = _ravel([tap.element for tap in taps], geometry.kernel)
             shifts = [tap.shift - first for tap, first in zip(taps, firsts, strict=True)]
@@ -162,8 +164,8 @@ def _by_unfolding(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geo
     )
     windows = _windows(padded, output_grads.shape[2:], geometry)
     unfolded = windows.reshape(inputs.shape[0], -1, prod(output_grads.shape[2:]))
-    sent = positions(output_grads, rows).transpose(1, 2)
-    gradients = torch.bmm(sent, positions(unfolded, rows))
+    sent = positions(output_grads, rows, pad_channels=True).transpose(1, 2)
+    gradients = torch.bmm(sent, positions(unfolded, rows, pad_channels=True))
     return gradients[:, : output_grads.shape[1], : unfolded.shape[1]].contiguous()
 
 

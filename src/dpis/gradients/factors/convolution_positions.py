@@ -2,11 +2,13 @@
 
 BLAS may round a product differently where its matrices begin elsewhere relative to a vector register
 (seen with MKL: 9 positions of 81 channels, records at odd multiples of 4 bytes). A record's norm
-would then depend on its place in the batch. So every record begins at a multiple of ``ALIGNMENT``
-numbers: channels of zeros are added where its size does not bring this about.
+would then depend on its place in the batch. So the matrices of every record begin at a multiple of
+``ALIGNMENT`` numbers: channels of zeros are added where their size does not bring this about.
 """
 
 from __future__ import annotations
+
+from math import prod
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,13 +17,19 @@ ALIGNMENT = 4
 """Numbers; 16 bytes in float32."""
 
 
-def positions(values: Tensor, rows: int) -> Tensor:
-    """``[records·rows, channels, *spatial]`` as ``[records, rows·positions, aligned channels]``.
+def positions(values: Tensor, rows: int, *, pad_channels: bool = False) -> Tensor:
+    """``[records·rows, channels, *spatial]`` as ``[records, rows·positions, channels]``, aligned.
 
     A view wherever memory allows, and a copy in the order of memory elsewhere. Rows of one record
     lie end to end, as further positions.
+
+    Args:
+        values: The images.
+        rows: How many consecutive images make one record.
+        pad_channels: Make the number of channels a multiple of ``ALIGNMENT`` in any case.
     """
-    missing = -values.shape[1] % ALIGNMENT
+    size = rows * prod(values.shape[1:])
+    missing = -values.shape[1] % ALIGNMENT if pad_channels or size % ALIGNMENT else 0
     if values.stride(1) == 1:
         channels_last = values.movedim(1, -1)
         if missing:
