@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from dpis.gradients.rules.base import Call
@@ -30,8 +29,7 @@ class Recurrence:
 
     Attributes:
         inputs: the inputs as given.
-        steps_dim: the dimension of ``inputs`` that counts steps; None where they already are rows
-            in the order of ``timetable``.
+        steps_dim: the dimension of ``inputs`` that counts steps; None if they are packed.
         timetable: which records are at work at each step.
         state: the first state, each part ``[layers * directions, records, features]``.
         layers: the weights, layer by layer and direction by direction.
@@ -47,19 +45,14 @@ class Recurrence:
     dropout: float = 0.0
     training: bool = False
 
-    def rows(self) -> Tensor:
-        """The inputs as rows."""
-        if self.steps_dim is None:
-            return self.inputs
-        return self.inputs.movedim(self.steps_dim, 0).flatten(0, 1)
+    def sequence(self) -> Tensor:
+        """The inputs as a sequence, steps in front."""
+        return self.inputs if self.steps_dim is None else self.inputs.movedim(self.steps_dim, 0)
 
-    def like_inputs(self, rows: Tensor) -> Tensor:
-        """Rows in the layout and precision of the inputs."""
-        rows = rows.to(self.inputs.dtype)
-        if self.steps_dim is None:
-            return rows
-        by_step = torch.unflatten(rows, 0, (self.timetable.steps, self.timetable.records))
-        return by_step.movedim(0, self.steps_dim)
+    def like_inputs(self, sequence: Tensor) -> Tensor:
+        """A sequence in the layout and precision of the inputs."""
+        given = sequence.to(self.inputs.dtype)
+        return given if self.steps_dim is None else given.movedim(0, self.steps_dim)
 
 
 def read_sequence(call: Call) -> Recurrence:
@@ -93,8 +86,8 @@ def read_cell(call: Call) -> Recurrence:
     if given.get("b_ih") is not None:
         weights |= {"bias_ih": given["b_ih"], "bias_hh": given["b_hh"]}
     return Recurrence(
-        inputs=given["input"],
-        steps_dim=None,
+        inputs=given["input"].unsqueeze(0),
+        steps_dim=0,
         timetable=Timetable((given["input"].shape[0],)),
         state=tuple(part.unsqueeze(0) for part in _state(given["hx"])),
         layers=[[weights]],

@@ -7,6 +7,7 @@ is done for all its steps together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,7 +64,7 @@ class LayerGrads:
     Attributes:
         gates: the gradients of the gate pre-activations, block by block.
         hidden: the gradients of the hidden states, block by block.
-        inputs: the gradients of the rows the layer was given, unless they were not asked for.
+        inputs: the gradients of the sequence the layer was given, if they were asked for.
         state: the gradients of the state before the first step.
     """
 
@@ -73,15 +74,15 @@ class LayerGrads:
     state: State
 
 
-def forward(layer: Layer, rows: Tensor, state: State) -> tuple[LayerTrace, Tensor, State]:
-    """Run a layer over ``rows`` (see ``Timetable``) from ``state``.
+def forward(layer: Layer, sequence: Tensor, state: State) -> tuple[LayerTrace, Tensor, State]:
+    """Run a layer over a sequence (see ``Timetable``) from ``state``.
 
     Returns:
-        What the backward pass needs; the hidden states of all rows, ``[rows, directions *
-        features]``; the state of every record after its last step.
+        What the backward pass needs; the sequence of hidden states, the directions side by side; and
+        the state of every record after its last step.
     """
     blocks, weights = layer.blocks, layer.weights
-    inputs = _split_directions(rows.unsqueeze(1).expand(-1, layer.directions, -1), layer)
+    inputs = _split_directions([sequence] * layer.directions, layer)
     most_steps = max(block.steps for block in blocks)
     projection = weights.inputs.mT.repeat(most_steps, 1, 1)
     bias = layer.cell.projection_bias(weights).unsqueeze(1).repeat(most_steps, 1, 1)
@@ -96,7 +97,7 @@ def forward(layer: Layer, rows: Tensor, state: State) -> tuple[LayerTrace, Tenso
             part[:, : block.active] = after
         traces.append(trace)
     outputs = _join_directions([trace.hidden[1:] for trace in traces], layer)
-    return LayerTrace(layer, inputs, traces), outputs.flatten(1), final
+    return LayerTrace(layer, inputs, traces), outputs.flatten(-2), final
 
 
 def backward(
@@ -106,14 +107,13 @@ def backward(
 
     Args:
         trace: what ``forward`` left; overwritten, so that it serves once.
-        output_grads: the gradients of the hidden states of all rows.
+        output_grads: the gradients of the sequence of hidden states.
         final_grads: the gradients of the final state.
         with_inputs: whether the gradients of the inputs are asked for.
     """
     layer, weights = trace.layer, trace.layer.weights
     blocks = layer.blocks
-    by_direction = torch.unflatten(output_grads, 1, (layer.directions, -1))
-    hidden = _split_directions(by_direction, layer)
+    hidden = _split_directions(output_grads.chunk(layer.directions, dim=-1), layer)
     _add_final(hidden, blocks, final_grads[0])
     first_hidden = torch.zeros_like(final_grads[0])
     rest = tuple(part.clone() for part in final_grads[1:])
@@ -135,13 +135,13 @@ def backward(
 
 
 def _input_grads(gates: list[Tensor], layer: Layer) -> Tensor:
-    """``dx = dg W_ih`` for every row, summed over the directions."""
+    """``dx = dg W_ih`` at every step, summed over the directions."""
     weight = layer.weights.inputs.repeat(max(len(block) for block in gates), 1, 1)
     grads = []
     for block in gates:
         flat = block.flatten(0, 1)
         grads.append(torch.unflatten(torch.bmm(flat, weight[: len(flat)]), 0, block.shape[:2]))
-    by_direction = _join_directions(grads, layer).unbind(1)
+    by_direction = _join_directions(grads, layer).unbind(-2)
     return by_direction[0] if layer.directions == 1 else by_direction[0] + by_direction[1]
 
 
@@ -157,13 +157,13 @@ def _add_final(hidden: list[Tensor], blocks: list[Block], final_grad: Tensor) ->
         grads[-1][:, stay:] += final_grad[:, stay : block.active]
 
 
-def _split_directions(rows: Tensor, layer: Layer) -> list[Tensor]:
-    """Rows ``[rows, directions, features]`` in the order each direction meets them, by block."""
+def _split_directions(sequences: Sequence[Tensor], layer: Layer) -> list[Tensor]:
+    """One sequence a direction, in the order that direction meets it, by block."""
     return [
         torch.stack(
             [
-                layer.timetable.take(rows[:, direction], block, backwards=direction == 1)
-                for direction in range(layer.directions)
+                layer.timetable.take(sequence, block, backwards=direction == 1)
+                for direction, sequence in enumerate(sequences)
             ],
             dim=1,
         )
@@ -172,12 +172,10 @@ def _split_directions(rows: Tensor, layer: Layer) -> list[Tensor]:
 
 
 def _join_directions(blocks: list[Tensor], layer: Layer) -> Tensor:
-    """The inverse of ``_split_directions``."""
-    features = blocks[0].shape[-1]
-    rows = blocks[0].new_empty(sum(layer.timetable.active), layer.directions, features)
+    """The inverse of ``_split_directions``, a sequence of ``[directions, features]``."""
+    shape = (*layer.timetable.shape, layer.directions, blocks[0].shape[-1])
+    joined = blocks[0].new_empty(shape)
     for block, values in zip(layer.blocks, blocks, strict=True):
-        for direction in range(layer.directions):
-            layer.timetable.put(
-                rows[:, direction], block, backwards=direction == 1, values=values[:, direction]
-            )
-    return rows
+        for direction, sequence in enumerate(joined.unbind(-2)):
+            layer.timetable.put(sequence, block, direction == 1, values[:, direction])
+    return joined

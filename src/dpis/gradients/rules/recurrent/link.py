@@ -15,15 +15,15 @@ from dpis.gradients.rules.recurrent.watch import Watch
 
 
 def run_linked(
-    layer: Layer, rows: Tensor, state: State, stand_ins: Sequence[tuple[Watch, Tensor]]
+    layer: Layer, sequence: Tensor, state: State, stand_ins: Sequence[tuple[Watch, Tensor]]
 ) -> tuple[kernels.LayerTrace, Tensor, State]:
-    """``layer.forward``, with gradients that flow to ``rows``, ``state`` and the stand-ins."""
+    """``layer.forward``, with gradients that flow to ``sequence``, ``state`` and the stand-ins."""
     with torch.no_grad():
-        trace, outputs, final = kernels.forward(layer, rows, state)
+        trace, outputs, final = kernels.forward(layer, sequence, state)
     watches = tuple(watch for watch, _ in stand_ins)
     tensors = tuple(tensor for _, tensor in stand_ins)
     outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
-        trace, (outputs, *final), watches, rows, *state, *tensors
+        trace, (outputs, *final), watches, sequence, *state, *tensors
     )
     return trace, outputs, tuple(linked_final)
 
@@ -48,10 +48,10 @@ class _Link(torch.autograd.Function):
         if trace is None:
             raise RuntimeError("a recurrence can run backwards only once for each forward pass")
         ctx.trace = None  # backward overwrites it
-        rows_grad, *final_grads = output_grads
-        with torch.autocast(rows_grad.device.type, enabled=False):
+        sequence_grad, *final_grads = output_grads
+        with torch.autocast(sequence_grad.device.type, enabled=False):
             grads = kernels.backward(
-                trace, rows_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
+                trace, sequence_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
             )
             found = {watch: watch.gradient(trace, grads) for watch in set(ctx.watches)}
         watched = [found[watch] for watch in ctx.watches]

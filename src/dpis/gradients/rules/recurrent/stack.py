@@ -21,7 +21,7 @@ class LayerRun:
     """What running one layer, or several, gave.
 
     Attributes:
-        outputs: the hidden states of all rows.
+        outputs: the sequence of hidden states.
         final: the state of every record after its last step.
         watched: the parameters whose gradients are asked for.
     """
@@ -39,19 +39,19 @@ def run_stack(cell: Cell, recurrence: Recurrence, wants: Callable[[Tensor], bool
         recurrence: inputs, first state and weights.
         wants: whether a parameter's gradients are asked for.
     """
-    rows = _precise(recurrence.rows())
+    sequence = _precise(recurrence.sequence())
     runs: list[LayerRun] = []
     for index, weights in enumerate(recurrence.layers):
         if index:
-            rows = F.dropout(rows, recurrence.dropout, recurrence.training)
+            sequence = F.dropout(sequence, recurrence.dropout, recurrence.training)
         layer = Layer(cell, _stack_directions(weights), recurrence.timetable)
         own = slice(index * len(weights), (index + 1) * len(weights))
         state = tuple(_precise(part[own]) for part in recurrence.state)
-        runs.append(_run_layer(layer, weights, rows, state, wants))
-        rows = runs[-1].outputs
+        runs.append(_run_layer(layer, weights, sequence, state, wants))
+        sequence = runs[-1].outputs
     finals = zip(*(run.final for run in runs), strict=True)
     return LayerRun(
-        outputs=rows,
+        outputs=sequence,
         final=tuple(torch.cat(parts) for parts in finals),
         watched=[watched for run in runs for watched in run.watched],
     )
@@ -60,7 +60,7 @@ def run_stack(cell: Cell, recurrence: Recurrence, wants: Callable[[Tensor], bool
 def _run_layer(
     layer: Layer,
     weights: list[DirectionWeights],
-    rows: Tensor,
+    sequence: Tensor,
     state: State,
     wants: Callable[[Tensor], bool],
 ) -> LayerRun:
@@ -71,7 +71,7 @@ def _run_layer(
         if wants(parameter)
     ]
     stand_ins = [(watch, stand_in(watch, layer)) for _, _, watch in asked]
-    trace, outputs, final = run_linked(layer, rows, state, stand_ins)
+    trace, outputs, final = run_linked(layer, sequence, state, stand_ins)
     watched = [
         WatchedParameter(
             parameter,

@@ -18,7 +18,7 @@ class Block:
         step: the first of the steps.
         steps: how many there are.
         active: the first ``active`` places of the batch are at work.
-        row: where the block begins among the rows (see ``Timetable``).
+        row: where the block begins in a packed sequence.
     """
 
     step: int
@@ -26,20 +26,16 @@ class Block:
     active: int
     row: int
 
-    def of(self, rows: Tensor) -> Tensor:
-        """This block's part of ``rows``, shape ``[steps, active, ...]``."""
-        part = rows[self.row : self.row + self.steps * self.active]
-        return part.view(self.steps, self.active, *rows.shape[1:])
-
 
 @dataclass(frozen=True)
 class Timetable:
-    """How many records are at work at each step: the layout of a ``PackedSequence``.
+    """How many records are at work at each step.
 
     The places of the batch are sorted by length, longest first, so that step ``t`` works on the
-    first ``active[t]`` of them. A sequence is stored as *rows*: ``active[0]`` rows of step 0, then
-    ``active[1]`` rows of step 1, and so on. A padded batch is the special case where every step
-    works on every record.
+    first ``active[t]`` of them. A *sequence* is a tensor of shape
+
+    - ``[steps, records, ...]`` for a padded batch, where every step works on every record;
+    - ``[rows, ...]`` for a packed batch: the records of step 0, then those of step 1, and so on.
 
     Attributes:
         active: the number of records at work at each step; it never grows.
@@ -48,6 +44,11 @@ class Timetable:
 
     active: tuple[int, ...]
     packed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The leading dimensions of a sequence."""
+        return (sum(self.active),) if self.packed else (self.steps, self.records)
 
     @property
     def steps(self) -> int:
@@ -76,39 +77,39 @@ class Timetable:
             row += (stop - step) * active
             step = stop
 
-    def take(self, rows: Tensor, block: Block, backwards: bool) -> Tensor:
-        """A block's part of ``rows``, shape ``[steps, active, ...]``.
+    def take(self, sequence: Tensor, block: Block, backwards: bool) -> Tensor:
+        """A block's part of a sequence, shape ``[steps, active, ...]``.
 
         Backwards, every record begins with its own last step.
 
         Example:
-            >>> rows, block = torch.tensor([1, 10, 2]), Block(step=0, steps=1, active=2, row=0)
-            >>> Timetable((2, 1), packed=True).take(rows, block, backwards=True)  # 1 and 2; 10
+            >>> sequence, block = torch.tensor([1, 10, 2]), Block(step=0, steps=1, active=2, row=0)
+            >>> Timetable((2, 1), packed=True).take(sequence, block, backwards=True)
             tensor([[ 2, 10]])
         """
-        if not backwards:
-            return block.of(rows)
-        if not self.packed:
-            return self._mirrored(block).of(rows).flip(0)
-        own = rows[self._reversed_rows(block, rows.device)]
-        return own.view(block.steps, block.active, *rows.shape[1:])
+        if self.packed:
+            rows = sequence[self._rows(block, backwards, sequence.device)]
+            return rows.view(block.steps, block.active, *sequence.shape[1:])
+        if backwards:
+            return sequence[self._mirrored_steps(block)].flip(0)
+        return sequence[block.step : block.step + block.steps]
 
-    def put(self, rows: Tensor, block: Block, backwards: bool, values: Tensor) -> None:
+    def put(self, sequence: Tensor, block: Block, backwards: bool, values: Tensor) -> None:
         """Set what ``take`` reads, in place."""
-        if not backwards:
-            block.of(rows).copy_(values)
-        elif not self.packed:
-            self._mirrored(block).of(rows).copy_(values.flip(0))
+        if self.packed:
+            sequence[self._rows(block, backwards, sequence.device)] = values.flatten(0, 1)
+        elif backwards:
+            sequence[self._mirrored_steps(block)] = values.flip(0)
         else:
-            rows[self._reversed_rows(block, rows.device)] = values.flatten(0, 1)
+            sequence[block.step : block.step + block.steps] = values
 
-    def _mirrored(self, block: Block) -> Block:
-        """The same steps counted from the end; for a padded batch."""
-        step = self.steps - block.step - block.steps
-        return Block(step, block.steps, block.active, row=step * block.active)
+    def _mirrored_steps(self, block: Block) -> slice:
+        """The steps of the block counted from the end."""
+        return slice(self.steps - block.step - block.steps, self.steps - block.step)
 
-    def _reversed_rows(self, block: Block, device: torch.device) -> Tensor:
-        return self._reversal[block.row : block.row + block.steps * block.active].to(device)
+    def _rows(self, block: Block, backwards: bool, device: torch.device) -> slice | Tensor:
+        rows = slice(block.row, block.row + block.steps * block.active)
+        return self._reversal[rows].to(device) if backwards else rows
 
     @cached_property
     def _reversal(self) -> Tensor:
