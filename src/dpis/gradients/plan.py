@@ -13,12 +13,18 @@ from dpis.gradients.batches import Batch
 from dpis.gradients.layout import Growth, find_growth
 from dpis.gradients.rules.base import Call, CouplingError, Rule
 from dpis.gradients.rules.general import General, arguments
-from dpis.gradients.watch import Key, Use, Watch
+from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The call depends on no record: its result is followed as a parameter is."""
+    """The call depends on no record: its result is followed as a parameter is.
+
+    Attributes:
+        shapes: those its results were seen to have, whatever the number of records.
+    """
+
+    shapes: frozenset[Shapes]
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class GeneralRuleError(RuntimeError):
         self.key = key
 
 
+# Each round follows one more link in chains of calls that depend on no record.
+MOST_ROUNDS = 50
+
 Verdict = Constant | Placed | Beyond
 Plan = dict[Key, Verdict]
 # Runs the model under a watch and returns the loss of every row (or one for all).
@@ -55,6 +64,7 @@ class _Trace:
     """One forward pass on a few records."""
 
     uses: dict[Key, Use]
+    constants: dict[Key, Shapes]
     losses: Tensor
 
 
@@ -85,29 +95,58 @@ def make_plan(
         for n in (2, 3)
     )
     plan: Plan = {}
-    while True:  # each round may find results that depend on no record, and so further calls
+    for _ in range(MOST_ROUNDS):
         few, more = (_trace(forward, new_watch(plan), b) for b in (small, large))
         judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
-        constants: Plan = {k: v for k, v in judged.items() if isinstance(v, Constant)}
-        plan |= constants
-        if not constants:
+        constants = _constants(few, more, judged)
+        if constants.keys() == plan.keys():
             break
+        plan = constants
+    else:
+        raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
     moved = _trace(forward, new_watch(plan), _middle_changed(large, K))
     _refuse_coupled_losses(more.losses, moved.losses, K)
     gradients = _gradients_of_middle(more, K)
     for key, verdict in judged.items():
-        if isinstance(verdict, Placed) and key in moved.uses:
-            judged[key] = _resolve(verdict, more.uses[key], moved.uses[key], gradients[key], K)
+        if isinstance(verdict, Placed):
+            after = moved.uses.get(key)
+            judged[key] = _resolve(verdict, more.uses[key], after, gradients[key], K)
     return plan | judged, _bytes(more) // 3
+
+
+def _constants(few: _Trace, more: _Trace, judged: Plan) -> Plan:
+    """The calls that depend on no record, as far as this round tells.
+
+    To follow the result of one such call may show others, and may change the keys of those that use
+    it: what no longer holds is dropped, and a further round decides.
+    """
+    new: Plan = {key: verdict for key, verdict in judged.items() if isinstance(verdict, Constant)}
+    known: Plan = {
+        key: Constant(frozenset({shapes}))
+        for key, shapes in more.constants.items()
+        if few.constants.get(key) == shapes
+    }
+    return known | new
+
+
+def merge(old: Plan, new: Plan) -> Plan:
+    """The new plan, without forgetting the shapes that constants had before."""
+    merged = old | new
+    for key, verdict in new.items():
+        before = old.get(key)
+        if isinstance(verdict, Constant) and isinstance(before, Constant):
+            merged[key] = Constant(before.shapes | verdict.shapes)
+    return merged
 
 
 def general(plan: Plan) -> dict[str, str]:
     """What the plan leaves to the general rule, with the function that has none of its own."""
     return {
-        str(label): f"{name_of(key[0])}: no rule of its own"
+        name: f"{name_of(key[0])}: no rule of its own"
         for key, verdict in plan.items()
         if isinstance(verdict, Placed) and isinstance(verdict.rule, General)
         for label in key[1]
+        for name in names_in(label)
     }
 
 
@@ -120,7 +159,7 @@ def _trace(forward: Forward, watch: Watch, batch: Batch) -> _Trace:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same dropout every time
         losses = forward(watch, batch)
-    return _Trace({use.key: use for use in watch.uses}, losses)
+    return _Trace({use.key: use for use in watch.uses}, watch.constants, losses)
 
 
 def _bytes(trace: _Trace) -> int:
@@ -136,7 +175,7 @@ def _judge(few: Use | None, more: Use, K: int) -> Verdict:
     if few is None or len(few.shapes) != len(more.shapes):
         return Beyond("it is called for some batch sizes only")
     if few.shapes == more.shapes:
-        return Constant()
+        return Constant(frozenset({more.shapes}))
     growths = [find_growth(a, b, K) for a, b in zip(few.shapes, more.shapes, strict=True)]
     if any(growth is None for growth in growths):
         return Beyond("no single dimension of its result grows with the batch")
@@ -202,11 +241,12 @@ def _gradients_of_middle(trace: _Trace, K: int) -> dict[Key, Sequence[Tensor | N
 
 
 def _resolve(
-    placed: Placed, before: Use, after: Use, gradients: Sequence[Tensor | None], K: int
+    placed: Placed, before: Use, after: Use | None, gradients: Sequence[Tensor | None], K: int
 ) -> Verdict:
     """Settle the order of flattened dimensions; refuse entries that move with another record."""
     resolved = []
-    values = zip(placed.growths, before.watched, after.watched, gradients, strict=True)
+    moved = before.watched if after is None else after.watched
+    values = zip(placed.growths, before.watched, moved, gradients, strict=True)
     for growth, old, new, gradient in values:
         belongs = _entries_of_middle(growth.dim, old, new, gradient)
         if before.record_order is not None:  # entry j of a packed batch is not record j
@@ -237,8 +277,8 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _where(use: Use) -> str:
-    first = use.parameters[0].label
-    return f"activations of another record changed in {name_of(use.key[0])} with {first}"
+    names = ", ".join(names_in(use.parameters[0].label))
+    return f"activations of another record changed in {name_of(use.key[0])} with {names}"
 
 
 _COUPLED = (

@@ -16,7 +16,16 @@ from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
 from dpis.gradients.losses import Objective, refuse_penalty, scalar_scale, weighted_total
-from dpis.gradients.plan import Beyond, Constant, GeneralRuleError, Placed, Plan, general, make_plan
+from dpis.gradients.plan import (
+    Beyond,
+    Constant,
+    GeneralRuleError,
+    Placed,
+    Plan,
+    general,
+    make_plan,
+    merge,
+)
 from dpis.gradients.rules.general import General
 from dpis.gradients.selfcheck import disagreements, without_dropout
 from dpis.gradients.tape import Tape, beyond, collect, full_precision, unplanned
@@ -98,7 +107,7 @@ class Recorder:
                 refuse_penalty(losses, watch.follows(losses))
                 return watch, losses
             with self._undisturbed():
-                self._plan |= self._make_plan(self._few(batch))
+                self._plan = merge(self._plan, self._make_plan(self._few(batch)))
         raise RuntimeError(
             "The model makes other calls at every forward pass, even for the same batch, so the "
             "places of the records in its tensors cannot be known. Let its control flow depend on "

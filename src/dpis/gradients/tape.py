@@ -13,10 +13,10 @@ from torch import Tensor
 from dpis.gradients.combine import Part, Place, squared_norms, weighted_sum
 from dpis.gradients.factors import Dense, Factor
 from dpis.gradients.layout import Layout
-from dpis.gradients.plan import Beyond, GeneralRuleError, Placed, Plan, name_of
+from dpis.gradients.plan import Beyond, Constant, GeneralRuleError, Placed, Plan, name_of
 from dpis.gradients.rules.base import HALF, Call
 from dpis.gradients.rules.general import General
-from dpis.gradients.watch import Computed, Shown, Use, Watch
+from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 Parts = Mapping[str, tuple[Part, ...]]
 
@@ -78,6 +78,10 @@ def _select(parts: tuple[Part, ...], kept: Tensor, records: int) -> tuple[Part, 
 
 def unplanned(watch: Watch, plan: Plan, rows: int) -> bool:
     """Whether the forward pass did something that the plan does not cover."""
+    for key, shapes in watch.constants.items():
+        known = plan[key]
+        if not isinstance(known, Constant) or shapes not in known.shapes:
+            return True
     return any(
         use.key not in plan
         or (isinstance(plan[use.key], Placed) and layouts_of(use, plan, rows) is None)
@@ -150,7 +154,9 @@ def _factors(
     use: Use, grads: list[Tensor | None], plan: Plan, rows: int
 ) -> Iterable[tuple[Tensor, Factor]]:
     if use.changed_in_place():
-        raise RuntimeError(_CHANGED.format(use.parameters[0].label, name_of(use.key[0])))
+        raise RuntimeError(
+            _CHANGED.format(names_in(use.parameters[0].label)[0], name_of(use.key[0]))
+        )
     layouts = layouts_of(use, plan, rows)
     if layouts is None:
         raise UnplannedCallError

@@ -22,6 +22,9 @@ from dpis.gradients.rules.general import General
 Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
 
 
+Shapes = tuple[torch.Size, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """A tensor made of parameters alone: one of them, or (a subclass) computed from some.
@@ -62,7 +65,7 @@ class Use:
     saved: Any
     held: tuple[tuple[Tensor, int], ...]
     edges: tuple[GradientEdge, ...]
-    shapes: tuple[torch.Size, ...]
+    shapes: Shapes
     record_order: Tensor | None = None
     watched: tuple[Tensor, ...] = ()
 
@@ -94,6 +97,7 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
+        self.constants: dict[Key, Shapes] = {}
         self.record_order: Tensor | None = None
         self._constant, self._rule_of = constant, rule_of
         self._keep_watched = keep_watched
@@ -195,8 +199,20 @@ class Watch(TorchFunctionMode):
         return True
 
     def _follow_computed(self, result: Any, key: Key, call: Call, rule: Rule | None) -> None:
-        for index, tensor in enumerate(differentiable(result)):
+        tensors = differentiable(result)
+        self.constants[key] = tuple(tensor.shape for tensor in tensors)
+        for index, tensor in enumerate(tensors):
             self._follow(Computed(tensor, (key, index), call, rule))
+
+
+def names_in(label: Any) -> list[str]:
+    """The parameters that a label speaks of."""
+    if isinstance(label, str):
+        return [label]
+    if isinstance(label[0], str):
+        return [label[0]]  # a view
+    _, labels, _ = label[0]  # the key of the call that made it
+    return list(dict.fromkeys(name for part in labels for name in names_in(part)))
 
 
 def differentiable(result: Any) -> list[Tensor]:
