@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-import oracles
 import pytest
 import torch
-from problems import PROBLEMS, RECORDS, Problem
 
 from dpis.gradients import RecordGradients, SlowGradientsWarning, batches
+from tests.gradients import oracles
+from tests.gradients.problems import PROBLEMS, RECORDS, Problem
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
