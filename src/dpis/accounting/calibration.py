@@ -66,8 +66,8 @@ def smallest_parameter(
         now = _Point(log_x, log_epsilon - math.log(target))
         low, high = (low, log_x) if now.private else (log_x, high)
         slope = _slope(before, now) or slope
-        if now.private and (high - low <= tolerance or _close(now, slope, tolerance)):
-            return math.exp(log_x)
+        if high - low <= tolerance or _close(now, slope, tolerance):
+            return math.exp(high)
         before, log_x = now, _propose(now, slope, low, high, tolerance)
     raise InputError(
         f"no noise meets epsilon = {target:g} here: what is released beside the gradients, or the resolution "
@@ -85,7 +85,9 @@ def _slope(before: _Point | None, now: _Point) -> float | None:
 
 def _close(now: _Point, slope: float | None, tolerance: float) -> bool:
     """Whether the root is within ``tolerance`` below a private point, by the local slope."""
-    return slope is not None and now.informative and now.log_excess / slope <= tolerance
+    if slope is None or not (now.private and now.informative):
+        return False
+    return now.log_excess / slope <= tolerance
 
 
 def _propose(now: _Point, slope: float | None, low: float, high: float, tolerance: float) -> float:

@@ -114,10 +114,14 @@ class Ledger:
 # ── lines ────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _chained_hash(previous: str, text: str) -> str:
+    return hashlib.sha256(f"{previous}{text}".encode()).hexdigest()
+
+
 def encode_line(body: Mapping[str, Any], previous: str) -> tuple[bytes, str]:
     """One line, and the hash that the next one carries on."""
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    chain = hashlib.sha256(f"{previous}{text}".encode()).hexdigest()
+    chain = _chained_hash(previous, text)
     line = json.dumps({**body, "chain": chain}, separators=(",", ":"), ensure_ascii=True)
     return line.encode() + b"\n", chain
 

@@ -111,8 +111,9 @@ def _check_releases(
     alone = Composition(tuple((r.event, r.times(workload.epochs)) for r in releases))
     if not alone.events:
         return
-    epsilon_of = epsilon_by_pld if accountant is Accountant.PLD else epsilon_by_rdp
-    spent = epsilon_of(alone, budget.delta)
+    spent = epsilon_by_rdp(alone, budget.delta)
+    if spent >= budget.epsilon and accountant is Accountant.PLD:
+        spent = epsilon_by_pld(alone, budget.delta, 1e-3)
     if spent >= budget.epsilon:
         names = ", ".join(sorted({r.label for r in releases}))
         raise InputError(
@@ -133,19 +134,62 @@ def _least_noise_by_rdp(composition: CompositionOf, budget: Budget) -> tuple[flo
 
 
 def _least_noise_by_pld(composition: CompositionOf, budget: Budget) -> tuple[float, float]:
-    """Two coarse answers choose the discretisation and the starting point; fine ones decide."""
+    """A coarse search finds the place and the discretisation that matters there; fine answers decide."""
     rough = 0.94 * _rough_noise(composition, budget)  # PLD asks for a few percent less than Renyi
-    slope = _renyi_slope(composition, budget.delta, rough)
-    interval, estimate = _fine_interval(composition(rough), budget.delta)
+    start, slope, interval = _coarse_noise(composition, budget, rough)
     evaluated: dict[float, float] = {}
 
     def epsilon_of(z: float) -> float:
         evaluated[z] = epsilon_by_pld(composition(z), budget.delta, interval)
         return evaluated[z]
 
-    start = rough * (budget.epsilon / estimate) ** (1 / slope)
     z = smallest_parameter(epsilon_of, budget.epsilon, guess=start, slope=slope)
     return z, evaluated[z]
+
+
+def _coarse_noise(
+    composition: CompositionOf, budget: Budget, guess: float
+) -> tuple[float, float, float]:
+    """Noise that is right to a percent or so, epsilon's slope there, and the discretisation it needs.
+
+    The pessimism of the discretisation falls with its square, so two coarse answers at one place tell what a
+    finer one costs. The interval returned is 1e-4 or finer and costs at most `_DISCRETISATION_SHARE` of epsilon.
+    """
+    interval = 1e-3
+    slope = _renyi_slope(composition, budget.delta, guess)
+    for _ in range(12):
+        evaluated: dict[float, float] = {}
+
+        def epsilon_of(
+            z: float, interval: float = interval, seen: dict[float, float] = evaluated
+        ) -> float:
+            seen[z] = epsilon_by_pld(composition(z), budget.delta, interval)
+            return seen[z]
+
+        guess = smallest_parameter(
+            epsilon_of, budget.epsilon, guess=guess, slope=slope, tolerance=0.02
+        )
+        slope = _local_slope(evaluated, guess, slope)
+        wide, narrow = evaluated[guess], epsilon_of(guess, interval / 2, {})
+        cost = (wide - narrow) / 3
+        interval /= 2
+        if narrow > 0 and cost <= 0.02 * narrow:
+            exact = narrow - cost
+            shrink = math.sqrt(_DISCRETISATION_SHARE * exact / cost) if cost > 0 else math.inf
+            nearer = guess * (budget.epsilon / exact) ** (1 / slope)
+            return nearer, slope, min(FINEST_COARSE_INTERVAL, interval * shrink)
+        interval /= 2
+    return guess, slope, interval
+
+
+def _local_slope(evaluated: dict[float, float], z: float, otherwise: float) -> float:
+    """``d log epsilon / d log z`` through ``z`` and its nearest neighbour that says something."""
+    others = [x for x, e in evaluated.items() if x != z and 0 < e < math.inf]
+    if not others or evaluated[z] <= 0:
+        return otherwise
+    nearest = min(others, key=lambda x: abs(math.log(x / z)))
+    slope = math.log(evaluated[nearest] / evaluated[z]) / math.log(nearest / z)
+    return slope if slope < -0.1 else otherwise
 
 
 def _renyi_slope(composition: CompositionOf, delta: float, z: float) -> float:
@@ -165,22 +209,3 @@ def _rough_noise(composition: CompositionOf, budget: Budget) -> float:
         guess=1.0,
         tolerance=1e-2,
     )
-
-
-def _fine_interval(composition: Composition, delta: float) -> tuple[float, float]:
-    """A discretisation that costs at most `_DISCRETISATION_SHARE` of epsilon (1e-4 or finer), and epsilon there.
-
-    The pessimism of the discretisation falls with its square, so two coarse answers tell what a finer one costs.
-    """
-    interval = 1e-3
-    for _ in range(12):
-        wide = epsilon_by_pld(composition, delta, interval)
-        narrow = epsilon_by_pld(composition, delta, interval / 2)
-        cost = (wide - narrow) / 3
-        interval /= 2
-        if math.isfinite(wide) and narrow > 0 and cost <= 0.05 * narrow:
-            exact = narrow - cost
-            shrink = math.sqrt(_DISCRETISATION_SHARE * exact / cost) if cost > 0 else math.inf
-            return min(FINEST_COARSE_INTERVAL, interval * shrink), exact
-        interval /= 2
-    return interval, narrow

@@ -1,0 +1,200 @@
+"""For each rule of the mechanism that concerns accounting: plant the bug, and a law must fail.
+
+The laws stand in the other test files, where they hold for the real code. Here each is run against a
+broken one. A law that still passes would be a check that cannot fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dpis.accounting import (
+    Gaussian,
+    NormSumBounds,
+    PlannedSequence,
+    PoissonGaussian,
+    Release,
+    RenyiFilter,
+    adaptive,
+    events,
+    ledger,
+    ledger_writer,
+    plan,
+    renyi,
+    verify,
+)
+from dpis.accounting import filter as filter_module
+from dpis.accounting.renyi import renyi_divergence
+from dpis.errors import BudgetExceededError
+
+from . import (
+    test_accountants,
+    test_adaptive,
+    test_filter,
+    test_ledger,
+    test_plan,
+    test_renyi,
+    test_verify,
+)
+from .exact import hockey_stick_epsilon
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug: what is replaced by what, and the law that has to notice."""
+
+    rule: str
+    target: Any
+    name: str
+    bug: Any
+    law: Callable[..., None]
+    needs: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.rule
+
+
+def lacks_factor_two(event, order):
+    """The displays before Eq. 13: exp((m² - m)/σ²) instead of half of it is σ smaller by √2."""
+    if isinstance(event, Gaussian):
+        return renyi_divergence(event, order)
+    z = event.noise_multiplier / math.sqrt(2)
+    return renyi_divergence(
+        PoissonGaussian(sampling_rate=event.sampling_rate, noise_multiplier=z), order
+    )
+
+
+def amplified_norm_sum(self):
+    return PoissonGaussian(sampling_rate=0.01, noise_multiplier=self.noise_multiplier)
+
+
+def remove_direction_only(composition, delta):
+    """What epsilon would be if only the smaller of the two directions counted."""
+    ((event, _),) = composition
+    return min(hockey_stick_epsilon(event, delta))
+
+
+def any_order(self, event):
+    """A minimum over orders, taken at run time."""
+    counts = {**self._counts, event: self._counts.get(event, 0) + 1}
+    epsilon, _ = renyi.best_order(events.Composition(tuple(counts.items())), 1e-5)
+    if epsilon > self.rho_budget + renyi.conversion_offset(self.order, 1e-5):
+        raise BudgetExceededError("over")
+    self._counts = counts
+
+
+class AsksNothing(filter_module.Guard):
+    """Admits whatever comes."""
+
+    fraction_spent = 0.0
+
+    def admit(self, event):
+        pass
+
+
+def forgets_the_torn_line(path):
+    return dataclasses.replace(ledger.read_ledger(path), torn=False)
+
+
+def no_reserve(solve):
+    return lambda plan, **given: solve(plan, **{**given, "epoch": plan.workload.epochs})
+
+
+PLANTS = [
+    Plant("3 the sampling rate may pass 1", events.PoissonGaussian, "__post_init__", lambda self: None,
+          lambda: _raises(lambda: PoissonGaussian(sampling_rate=1.7, noise_multiplier=1.0))),
+    Plant("4 K_tilde is not clipped", NormSumBounds, "clip", lambda self, raw: raw,
+          test_adaptive.law_released_norm_sums_stay_in_their_bounds),
+    Plant("4 NaN passes through", NormSumBounds, "clip", lambda self, raw: min(max(self.lowest, raw), self.highest),
+          test_adaptive.law_released_norm_sums_stay_in_their_bounds),
+    Plant("6 K' accounted as subsampled", Release, "event", property(amplified_norm_sum),
+          test_adaptive.law_norm_sums_are_charged_once_an_epoch),
+    Plant("7 K* accounted as subsampled", Release, "event", property(amplified_norm_sum),
+          test_plan.law_k_star_is_an_unsampled_gaussian),
+    Plant("8 K released more often than charged", Release, "times", lambda self, epochs: 1,
+          test_plan.law_k_star_is_an_unsampled_gaussian),
+    Plant("11 Eq. 13 without its factor 2", renyi, "renyi_divergence", lacks_factor_two,
+          lambda: test_renyi.law_both_directions_are_bounded(renyi.renyi_divergence)),
+    Plant("13 the norm sum does not enter the multiplier", renyi, "renyi_divergence",
+          lambda event, order: event.sampling_rate,
+          lambda: test_renyi.law_divergence_rises_with_the_norm_sum(renyi.renyi_divergence)),
+    Plant("filter: the minimum over orders at run time", RenyiFilter, "admit", any_order,
+          test_adaptive.law_the_order_is_fixed_beforehand),
+    Plant("filter: nothing is refused", RenyiFilter, "admit",
+          lambda self, event: self._counts.update({event: self._counts.get(event, 0) + 1}),
+          test_adaptive.law_the_order_is_fixed_beforehand),
+    Plant("filter: the conversion is left out of the budget", filter_module, "renyi_budget",
+          lambda budget, order: budget.epsilon, test_adaptive.law_the_order_is_fixed_beforehand),
+    Plant("filter: later epochs are not reserved for", adaptive, "next_grad_noise",
+          no_reserve(adaptive.next_grad_noise),
+          lambda: test_adaptive.run_filter(
+              adaptive.plan_adaptive(test_plan.Budget(1, 1e-5), test_adaptive.SMALL), [1.0] * 5,
+              solve=adaptive.next_grad_noise)),
+    Plant("plan: noise a third too small", plan, "smallest_parameter",
+          lambda *a, _real=plan.smallest_parameter, **k: _real(*a, **k) * 2 / 3,
+          lambda: _keyerror_is_a_failure(test_plan.law_a_plan_keeps_its_budget)),
+    Plant("plan: noise half as much again", plan, "planned_runs",
+          lambda w, z, r, _real=plan.planned_runs: _real(w, [x / 1.5 for x in z], r),
+          test_plan.law_a_plan_keeps_its_budget),
+    Plant("plan: steps beyond its end", PlannedSequence, "admit",
+          lambda self, event: None, test_filter.law_the_plan_is_followed_to_its_end_and_no_further),
+    Plant("plan: a costlier event passes for the planned one", PoissonGaussian, "dominates",
+          lambda self, other: True, test_filter.law_the_plan_is_followed_to_its_end_and_no_further),
+    Plant("21 the ledger waits in a buffer", ledger_writer, "_write_through",
+          lambda file, path, data: file.write(data), test_ledger.law_an_event_is_on_disk_before_record_returns,
+          ("file",)),
+    Plant("21 the ledger does not wait for the disk", ledger_writer, "_write_through",
+          lambda file, path, data: (file.write(data), file.flush()),
+          test_ledger.law_an_event_is_on_disk_before_record_returns, ("file",)),
+    Plant("21 the writer asks no guard", ledger.Header, "guard", lambda self: AsksNothing(),
+          test_ledger.law_an_event_beyond_the_plan_is_never_recorded, ("file",)),
+    Plant("21 a line is not chained to the one before", ledger, "_chained_hash",
+          lambda previous, text: hashlib.sha256(text.encode()).hexdigest(),
+          test_ledger.law_lines_of_two_runs_do_not_mix, ("folder",)),
+    Plant("21 a torn event is forgotten", verify, "read_ledger", forgets_the_torn_line,
+          test_verify.law_a_torn_event_counts_as_spent, ("folder", "header")),
+    Plant("verify: believes the claim", verify, "_epsilon", lambda events, delta, claim: claim,
+          test_verify.law_a_claim_below_its_events_is_found_out, ("folder", "header")),
+    Plant("verify: does not compare with the plan", events.PoissonGaussian, "dominates", lambda self, other: True,
+          test_verify.law_events_the_plan_does_not_cover_are_found_out, ("folder", "header")),
+    Plant("verify: does not replay the filter", verify, "_check_adaptive", lambda ledger: 0.0,
+          test_verify.law_an_overrun_filter_is_found_out_at_its_line, ("folder",)),
+]  # fmt: skip
+
+
+def _raises(call):
+    with pytest.raises(Exception, match=r".*"):
+        call()
+
+
+def _keyerror_is_a_failure(law):
+    try:
+        law()
+    except KeyError as error:  # the planted value was never evaluated: the plan notices by itself
+        raise AssertionError from error
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=str)
+def test_a_planted_bug_is_noticed(plant, monkeypatch, tmp_path):
+    resources = {
+        "file": lambda: tmp_path / "l.jsonl",
+        "folder": lambda: tmp_path,
+        "header": test_verify.predeclared_header,
+    }
+    arguments = [resources[need]() for need in plant.needs]
+    monkeypatch.setattr(plant.target, plant.name, plant.bug)
+    with pytest.raises((AssertionError, BudgetExceededError, pytest.fail.Exception)):
+        plant.law(*arguments)
+
+
+def test_one_direction_alone_is_noticed():
+    """Rule 10: an accountant that bounds only the cheaper direction understates epsilon."""
+    with pytest.raises(AssertionError):
+        test_accountants.law_pld_bounds_both_directions(remove_direction_only)

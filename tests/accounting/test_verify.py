@@ -1,0 +1,188 @@
+import hashlib
+
+import pytest
+
+from dpis.accounting import (
+    Adjacency,
+    Budget,
+    CountSource,
+    Header,
+    LedgerWriter,
+    Mode,
+    PlannedRun,
+    PoissonGaussian,
+    Workload,
+    adaptive_step,
+    next_grad_noise,
+    plan_adaptive,
+    plan_predeclared,
+    verify_ledger,
+)
+from dpis.accounting.ledger import CHAIN_ROOT, Entry, encode_line, entry_body, header_body
+from dpis.errors import BrokenLedgerError
+
+CLAIM = Budget(1.0, 1e-5)
+WORKLOAD = Workload.create(n_public=40_000, batch_size=2000, epochs=2)
+MODEL = b"the released model"
+
+
+def predeclared_header(**changes):
+    plan = plan_predeclared(CLAIM, WORKLOAD)
+    fields = {
+        "claim": CLAIM,
+        "adjacency": Adjacency.ADD_REMOVE,
+        "n_public": 40_000,
+        "n_public_source": CountSource.GIVEN,
+        "mode": Mode.PREDECLARED,
+        "planned": plan.runs,
+    }
+    return Header(**{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def header():
+    return predeclared_header()
+
+
+def write_run(path, header, *, events=None, finish=True):
+    planned = [run.event for run in header.planned for _ in range(run.count)]
+    with LedgerWriter.create(path, header) as ledger:
+        for event in planned[:events]:
+            ledger.record("gradient", event)
+        if finish:
+            ledger.finish(hashlib.sha256(MODEL).hexdigest())
+    return path
+
+
+def test_a_finished_run_holds(tmp_path, header):
+    verdict = verify_ledger(write_run(tmp_path / "l", header))
+    assert verdict.holds
+    assert 0.99 < verdict.epsilon_spent <= 1.0
+    assert verdict.not_for_release == ()
+
+
+def test_an_early_stop_keeps_the_claim_of_the_plan(tmp_path, header):
+    verdict = verify_ledger(write_run(tmp_path / "l", header, events=7))
+    assert verdict.holds
+    assert verdict.epsilon_spent < verdict.epsilon_claimable <= 1.0
+
+
+def test_an_unfinished_run_does_not_hold(tmp_path, header):
+    verdict = verify_ledger(write_run(tmp_path / "l", header, finish=False))
+    assert not verdict.holds
+    assert "line 42" in verdict.problem
+    assert "unfinished" in verdict.problem
+
+
+def law_a_torn_event_counts_as_spent(folder, header, verify=verify_ledger):
+    path = write_run(folder / "torn", header, events=7, finish=False)
+    whole = verify(path).epsilon_spent
+    with path.open("ab") as file:
+        file.write(b'{"type":"ev')
+    torn = verify(path)
+    eight = verify(write_run(folder / "eight", header, events=8, finish=False))
+    assert torn.epsilon_spent == eight.epsilon_spent > whole
+    assert "torn" in torn.problem
+
+
+def test_a_torn_event_counts_as_spent(tmp_path, header):
+    law_a_torn_event_counts_as_spent(tmp_path, header)
+
+
+def test_marked_runs_hold_but_are_not_for_release(tmp_path, header):
+    marked = predeclared_header(seeded=True, diagnostics=True)
+    verdict = verify_ledger(write_run(tmp_path / "l", marked))
+    assert verdict.holds
+    assert verdict.not_for_release == ("seeded", "diagnostics")
+
+
+def law_a_claim_below_its_events_is_found_out(folder, header, verify=verify_ledger):
+    """The chain is intact: only recomputing epsilon can tell."""
+    planned = tuple(
+        PlannedRun(
+            run.label,
+            PoissonGaussian(
+                sampling_rate=run.event.sampling_rate,
+                noise_multiplier=0.998 * run.event.noise_multiplier,
+            ),
+            run.count,
+        )
+        for run in header.planned
+    )
+    verdict = verify(write_run(folder / "overclaimed", predeclared_header(planned=planned)))
+    assert not verdict.holds
+    assert "claims epsilon" in verdict.problem
+
+
+def test_a_claim_below_its_events_is_found_out(tmp_path, header):
+    law_a_claim_below_its_events_is_found_out(tmp_path, header)
+
+
+def forge(path, header, events):
+    """A file with an intact chain that no guard has seen."""
+    line, chain = encode_line(header_body(header), CHAIN_ROOT)
+    data = line
+    for index, event in enumerate(events):
+        line, chain = encode_line(entry_body(index, Entry("gradient", event)), chain)
+        data += line
+    path.write_bytes(data)
+    return path
+
+
+def law_events_the_plan_does_not_cover_are_found_out(folder, header, verify=verify_ledger):
+    planned = [run.event for run in header.planned for _ in range(run.count)]
+    with pytest.raises(BrokenLedgerError, match=r"line 42.*beyond the plan"):
+        verify(forge(folder / "beyond", header, [*planned, planned[0]]))
+    costlier = PoissonGaussian(sampling_rate=0.05, noise_multiplier=1.0)
+    with pytest.raises(BrokenLedgerError, match=r"line 3.*not covered"):
+        verify(forge(folder / "costlier", header, [planned[0], costlier]))
+
+
+def test_events_the_plan_does_not_cover_are_found_out(tmp_path, header):
+    law_events_the_plan_does_not_cover_are_found_out(tmp_path, header)
+
+
+def adaptive_header(plan):
+    return Header(
+        claim=plan.budget,
+        adjacency=Adjacency.ADD_REMOVE,
+        n_public=plan.workload.n_public,
+        n_public_source=CountSource.GIVEN,
+        mode=Mode.ADAPTIVE,
+        filter_order=plan.order,
+    )
+
+
+def test_a_finished_adaptive_run_holds(tmp_path):
+    plan = plan_adaptive(CLAIM, WORKLOAD)
+    with LedgerWriter.create(tmp_path / "l", adaptive_header(plan)) as ledger:
+        for epoch, kappa in enumerate([0.9, 0.4], start=1):
+            ledger.record("norm-sum", plan.releases[0].event)
+            sigma = next_grad_noise(plan, epoch=epoch, kappa=kappa, spent=ledger.guard.spent)
+            step = adaptive_step(WORKLOAD, sigma, kappa)
+            ledger.record_all([Entry("gradient", step)] * WORKLOAD.steps_per_epoch)
+        ledger.finish("0" * 64)
+    verdict = verify_ledger(tmp_path / "l")
+    assert verdict.holds
+    assert 0.999 < verdict.epsilon_spent <= 1.0 + 1e-9
+
+
+def law_an_overrun_filter_is_found_out_at_its_line(folder, verify=verify_ledger):
+    plan = plan_adaptive(CLAIM, WORKLOAD)
+    step = adaptive_step(WORKLOAD, plan.noise_multiplier, 1.0)
+    path = forge(folder / "overrun", adaptive_header(plan), [step] * (WORKLOAD.steps + 5))
+    with pytest.raises(BrokenLedgerError, match="overrun") as caught:
+        verify(path)
+    assert WORKLOAD.steps + 1 <= caught.value.line <= WORKLOAD.steps + 4
+
+
+def test_an_overrun_filter_is_found_out_at_its_line(tmp_path):
+    law_an_overrun_filter_is_found_out_at_its_line(tmp_path)
+
+
+def test_the_model_is_compared_with_the_end_line(tmp_path, header):
+    path = write_run(tmp_path / "l", header)
+    (tmp_path / "model").write_bytes(MODEL)
+    (tmp_path / "other").write_bytes(MODEL + b"!")
+    assert verify_ledger(path, tmp_path / "model").holds
+    assert not verify_ledger(path, tmp_path / "other").holds
