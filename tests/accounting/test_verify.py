@@ -1,3 +1,4 @@
+import functools
 import hashlib
 
 import pytest
@@ -26,15 +27,19 @@ WORKLOAD = Workload.create(n_public=40_000, batch_size=2000, epochs=2)
 MODEL = b"the released model"
 
 
+@functools.cache
+def predeclared_plan():
+    return plan_predeclared(CLAIM, WORKLOAD)
+
+
 def predeclared_header(**changes):
-    plan = plan_predeclared(CLAIM, WORKLOAD)
     fields = {
         "claim": CLAIM,
         "adjacency": Adjacency.ADD_REMOVE,
         "n_public": 40_000,
         "n_public_source": CountSource.GIVEN,
         "mode": Mode.PREDECLARED,
-        "planned": plan.runs,
+        "planned": predeclared_plan().runs,
     }
     return Header(**{**fields, **changes})
 

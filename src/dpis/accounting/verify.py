@@ -104,7 +104,10 @@ def _check_predeclared(ledger: Ledger) -> tuple[float, float]:
     if ledger.torn and (lost := next(planned, None)) is not None:
         recorded.append(lost)
     claim = ledger.header.claim
-    claimable = _epsilon(list(_planned_events(ledger.header)), claim.delta, claim.epsilon)
+    whole = list(_planned_events(ledger.header))
+    claimable = _epsilon(whole, claim.delta, claim.epsilon)
+    if recorded == whole:
+        return claimable, claimable
     return min(claimable, _epsilon(recorded, claim.delta, claim.epsilon)), claimable
 
 
