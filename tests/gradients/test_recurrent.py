@@ -6,6 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from dpis.gradients.factors import Dense, Outer
+from dpis.gradients.rules.base import Call
+from dpis.gradients.rules.recurrent import RULES
+from dpis.gradients.rules.recurrent import layer as kernels
 from tests.gradients.recurrent_problems import (
     FEATURES,
     HIDDEN,
@@ -15,10 +21,6 @@ from tests.gradients.recurrent_problems import (
     fast_gradients,
     slow_gradients,
 )
-from torch import Tensor, nn
-
-from dpis.gradients.factors import Dense, Outer
-from dpis.gradients.rules.recurrent import layer as kernels
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -157,3 +159,16 @@ def test_half_precision_is_widened_inside(make: type[nn.RNNBase]) -> None:
         assert factor.squared_norms().dtype == torch.float32
         error = (factor.explicit().double() - slow.parameters[name]).norm()
         assert error <= 2e-2 * slow.parameters[name].norm()
+
+
+def test_runs_backwards_once() -> None:
+    """Backward overwrites what forward left: a second pass would be wrong, so it is refused."""
+    module = nn.LSTM(FEATURES, HIDDEN)
+    state = torch.zeros(1, 3, HIDDEN), torch.zeros(1, 3, HIDDEN)
+    weights = tuple(module.parameters())
+    arguments = (torch.randn(5, 3, FEATURES), state, [*weights], True, 1, 0.0, True, False, False)
+    ran = RULES[torch.lstm].run(Call(torch.lstm, arguments, {}, weights))
+    loss = ran.result[0].sum()
+    torch.autograd.grad(loss, ran.watched, retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        torch.autograd.grad(loss, ran.watched)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpis.gradients import RecordGradients
+from dpis.gradients.rules.base import CouplingError
 
 WORDS, STEPS, CLASSES = 11, 6, 3
 
@@ -137,3 +138,12 @@ def test_batches_of_other_lengths_need_no_second_plan() -> None:
         expected = one_by_one(module, batch)
         norms = sum(grads.flatten(1).square().sum(1) for grads in expected.values()).sqrt()
         torch.testing.assert_close(gradients.record(batch).norms(), norms, rtol=1e-10, atol=0)
+
+
+def test_records_taken_for_steps_are_refused() -> None:
+    """The classic slip: without ``batch_first`` the state passes from record to record."""
+    torch.manual_seed(0)
+    module = Classifier(nn.LSTM(4, 4), 4)
+    batch = torch.randint(WORDS, (5, STEPS)), torch.randint(CLASSES, (5,))
+    with pytest.raises(CouplingError, match="must not depend on one another"):
+        RecordGradients(module, nn.CrossEntropyLoss(reduction="none")).record(batch)

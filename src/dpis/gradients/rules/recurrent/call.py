@@ -59,19 +59,20 @@ def read_sequence(call: Call) -> Recurrence:
     """Read a call of ``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
     packed = "batch_sizes" in call.kwargs or not isinstance(call.argument(3, "has_biases"), bool)
     given = _arguments(call, _PACKED if packed else _PADDED)
-    steps_dim = None if packed else int(given["batch_first"])
+    inputs = given["data" if packed else "input"]
+    if packed:
+        steps_dim, timetable = None, Timetable(tuple(given["batch_sizes"].tolist()), packed=True)
+    else:
+        steps_dim = int(given["batch_first"])
+        timetable = Timetable((inputs.shape[1 - steps_dim],) * inputs.shape[steps_dim])
     directions = 2 if given["bidirectional"] else 1
     weights = list(
         _directions(given["params"], given["has_biases"], given["num_layers"] * directions)
     )
     return Recurrence(
-        inputs=given["data" if packed else "input"],
+        inputs=inputs,
         steps_dim=steps_dim,
-        timetable=(
-            Timetable(tuple(given["batch_sizes"].tolist()), packed=True)
-            if steps_dim is None
-            else Timetable((given["input"].shape[1 - steps_dim],) * given["input"].shape[steps_dim])
-        ),
+        timetable=timetable,
         state=_state(given["hx"]),
         layers=[weights[i : i + directions] for i in range(0, len(weights), directions)],
         dropout=given["dropout"],

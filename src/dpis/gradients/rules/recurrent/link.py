@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.recurrent.cell import State
 from dpis.gradients.rules.recurrent.layer import Layer
-from dpis.gradients.rules.recurrent.watch import Watch
+from dpis.gradients.rules.recurrent.stand_in import StandIn
 
 
 def run_linked(
-    layer: Layer, sequence: Tensor, state: State, stand_ins: Sequence[tuple[Watch, Tensor]]
+    layer: Layer, sequence: Tensor, state: State, stand_ins: Sequence[tuple[StandIn, Tensor]]
 ) -> tuple[kernels.LayerTrace, Tensor, State]:
     """``layer.forward``, with gradients that flow to ``sequence``, ``state`` and the stand-ins."""
     with torch.no_grad():
         trace, outputs, final = kernels.forward(layer, sequence, state)
-    watches = tuple(watch for watch, _ in stand_ins)
+    collected = tuple(stand_in for stand_in, _ in stand_ins)
     tensors = tuple(tensor for _, tensor in stand_ins)
     outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
-        trace, (outputs, *final), watches, sequence, *state, *tensors
+        trace, (outputs, *final), collected, sequence, *state, *tensors
     )
     return trace, outputs, tuple(linked_final)
 
@@ -36,13 +37,14 @@ class _Link(torch.autograd.Function):
         ctx: Any,
         trace: kernels.LayerTrace,
         outputs: tuple[Tensor, ...],
-        watches: tuple[Watch, ...],
+        stand_ins: tuple[StandIn, ...],
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.trace, ctx.watches = trace, watches
+        ctx.trace, ctx.stand_ins = trace, stand_ins
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
         trace: kernels.LayerTrace | None = ctx.trace
         if trace is None:
@@ -53,6 +55,6 @@ class _Link(torch.autograd.Function):
             grads = kernels.backward(
                 trace, sequence_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
             )
-            found = {watch: watch.gradient(trace, grads) for watch in set(ctx.watches)}
-        watched = [found[watch] for watch in ctx.watches]
-        return None, None, None, grads.inputs, *grads.state, *watched
+            found = {stand_in: stand_in.gradient(trace, grads) for stand_in in set(ctx.stand_ins)}
+        told = [found[stand_in] for stand_in in ctx.stand_ins]
+        return None, None, None, grads.inputs, *grads.state, *told

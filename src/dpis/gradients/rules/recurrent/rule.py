@@ -15,7 +15,7 @@ from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule
 from dpis.gradients.rules.recurrent.call import Recurrence, read_cell, read_sequence
 from dpis.gradients.rules.recurrent.cell import Cell, State
 from dpis.gradients.rules.recurrent.stack import run_stack
-from dpis.gradients.rules.recurrent.watch import WatchedParameter
+from dpis.gradients.rules.recurrent.stand_in import WatchedParameter
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,12 @@ class RecurrentRule(Rule):
         """What the called function would have returned."""
 
     def accepts(self, call: Call) -> bool:
-        """Every call whose parameters are its weights (not its inputs, nor its first state)."""
-        layers = self.read(call).layers
-        weights = {id(w) for layer in layers for direction in layer for w in direction.values()}
-        return all(id(parameter) in weights for parameter in call.parameters)
+        """Every call with a step whose parameters are its weights, not its inputs or its state."""
+        recurrence = self.read(call)
+        directions = (direction for layer in recurrence.layers for direction in layer)
+        weights = {id(weight) for direction in directions for weight in direction.values()}
+        only_weights = all(id(parameter) in weights for parameter in call.parameters)
+        return only_weights and recurrence.timetable.steps > 0
 
     def run(self, call: Call) -> Ran:
         """Run all layers. Nothing is held: the kernels keep copies of what the factors need."""

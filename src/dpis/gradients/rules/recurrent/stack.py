@@ -13,7 +13,7 @@ from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
 from dpis.gradients.rules.recurrent.cell import Cell, State, Weights
 from dpis.gradients.rules.recurrent.layer import Layer
 from dpis.gradients.rules.recurrent.link import run_linked
-from dpis.gradients.rules.recurrent.watch import Form, WatchedParameter, stand_in, watch_for
+from dpis.gradients.rules.recurrent.stand_in import Form, WatchedParameter, stand_in_for
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ def _run_layer(
     wants: Callable[[Tensor], bool],
 ) -> LayerRun:
     asked = [
-        (role, parameter, watch_for(role, direction, layer, parameter))
+        (role, parameter, stand_in_for(role, direction, layer, parameter))
         for direction, own_weights in enumerate(weights)
         for role, parameter in own_weights.items()
         if wants(parameter)
     ]
-    stand_ins = [(watch, stand_in(watch, layer)) for _, _, watch in asked]
+    stand_ins = [(stand_in, stand_in.tensor(layer)) for _, _, stand_in in asked]
     trace, outputs, final = run_linked(layer, sequence, state, stand_ins)
     watched = [
         WatchedParameter(
             parameter,
             tensor,
             layer.timetable,
-            inputs=watch.inputs(role, trace) if watch.form is Form.POSITIONS else None,
+            inputs=stand_in.inputs(role, trace) if stand_in.form is Form.POSITIONS else None,
         )
-        for (role, parameter, watch), (_, tensor) in zip(asked, stand_ins, strict=True)
+        for (role, parameter, stand_in), (_, tensor) in zip(asked, stand_ins, strict=True)
     ]
     return LayerRun(outputs, final, watched)
 

@@ -40,11 +40,11 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What is watched. Parameters that need the same gradients have equal watches.
+class StandIn:
+    """What a stand-in collects. Parameters that need the same gradients have equal ones.
 
     Attributes:
-        form: the form of the stand-in's gradient.
+        form: the form of its gradient.
         direction: 0, or 1 for the backward direction.
         source: which gradients it collects.
         role: the weight they are multiplied out for, if they are contracted.
@@ -57,8 +57,13 @@ class Watch:
     role: Role | None
     shape: tuple[int, ...]
 
+    def tensor(self, layer: Layer) -> Tensor:
+        """The tensor autograd is handed."""
+        zero = layer.weights.inputs.new_zeros(())
+        return zero.expand(layer.timetable.records, *self.shape).requires_grad_()
+
     def gradient(self, trace: LayerTrace, grads: LayerGrads) -> Tensor:
-        """The gradient of the stand-in, one row for each place of the batch."""
+        """The gradient of that tensor, one row for each place of the batch."""
         timetable = trace.layer.timetable
         blocks = [block[:, self.direction] for block in _grads(self.source, grads)]
         if self.form is Form.SUMMED:
@@ -73,21 +78,15 @@ class Watch:
         return [block[:, self.direction] for block in _inputs(role, trace)]
 
 
-def watch_for(role: Role, direction: int, layer: Layer, parameter: Tensor) -> Watch:
-    """What to watch for the gradients of one parameter."""
+def stand_in_for(role: Role, direction: int, layer: Layer, parameter: Tensor) -> StandIn:
+    """The stand-in that tells the gradients of one parameter."""
     source = _source(role, layer)
     if parameter.dim() == 1:
-        return Watch(Form.SUMMED, direction, source, None, tuple(parameter.shape))
+        return StandIn(Form.SUMMED, direction, source, None, tuple(parameter.shape))
     if collect.is_contracted(layer.timetable, parameter):
-        return Watch(Form.CONTRACTED, direction, source, role, tuple(parameter.shape))
+        return StandIn(Form.CONTRACTED, direction, source, role, tuple(parameter.shape))
     shape = (layer.timetable.steps, parameter.shape[0])
-    return Watch(Form.POSITIONS, direction, source, None, shape)
-
-
-def stand_in(watch: Watch, layer: Layer) -> Tensor:
-    """The tensor autograd is handed."""
-    zero = layer.weights.inputs.new_zeros(())
-    return zero.expand(layer.timetable.records, *watch.shape).requires_grad_()
+    return StandIn(Form.POSITIONS, direction, source, None, shape)
 
 
 @dataclass(frozen=True)
