@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import rnn
 
 from dpis.gradients.losses import Objective, objective_of
 
@@ -406,7 +407,95 @@ LOSSES = [
     }.items()
 ]
 
+CONVOLUTION = [
+    plain("conv1d", lambda: nn.Conv1d(2, 3, 3), floats(2, 7)),
+    plain("conv2d", lambda: nn.Conv2d(2, 3, 3, padding=1), floats(2, 5, 4)),
+    plain("conv3d", lambda: nn.Conv3d(2, 3, 2), floats(2, 3, 4, 3)),
+    plain(
+        "conv2d-dilation-groups-stride",
+        lambda: nn.Conv2d(4, 6, 2, stride=2, dilation=2, groups=2, padding=1),
+        floats(4, 6, 5),
+    ),
+    plain(
+        "conv1d-circular",
+        lambda: nn.Conv1d(2, 3, 3, padding=1, padding_mode="circular"),
+        floats(2, 7),
+    ),
+    plain("conv2d-same", lambda: nn.Conv2d(2, 3, 3, padding="same"), floats(2, 5, 4)),
+    plain(
+        "conv2d-over-time",
+        function(
+            lambda m, x: m.conv(x.flatten(0, 1)).unflatten(0, (len(x), -1)),
+            conv=lambda: nn.Conv2d(2, 3, 2),
+        ),
+        floats(3, 2, 4, 4),
+    ),
+    plain(
+        "conv2d-twice",
+        function(lambda m, x: m.conv(m.conv(x).tanh()), conv=lambda: nn.Conv2d(2, 2, 3, padding=1)),
+        floats(2, 4, 4),
+    ),
+    plain("conv-transpose", lambda: nn.ConvTranspose1d(2, 3, 3), floats(2, 5), slow=True),
+    plain("rows-conv2d", lambda: nn.Conv2d(2, 3, 3), floats(2, 5, 4), rows_per_record=3),
+]
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer on padded, or packed, sequences."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        if lengths is None:
+            return self.layer(x)[0]
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        outputs, _ = rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=x.shape[1])
+        return outputs
+
+
+class Swapped(nn.Module):
+    """A recurrent layer that wants its steps first."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def recurrent(layer: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
+    return lambda: Recurrent(layer(3, 4, batch_first=True, **options))
+
+
+def with_lengths(rows: int) -> Any:
+    return torch.randn(rows, 5, 3), torch.randint(1, 6, (rows,))
+
+
+RECURRENT = [
+    plain("rnn", recurrent(nn.RNN), floats(5, 3), vmap=False),
+    plain("rnn-relu", recurrent(nn.RNN, nonlinearity="relu"), floats(5, 3), vmap=False),
+    plain("gru", recurrent(nn.GRU, num_layers=2), floats(5, 3), vmap=False),
+    plain("lstm", recurrent(nn.LSTM), floats(5, 3), vmap=False),
+    plain(
+        "lstm-bidirectional-two-layers",
+        recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+        floats(5, 3),
+        vmap=False,
+    ),
+    plain("lstm-steps-first", lambda: Swapped(nn.LSTM(3, 4)), floats(5, 3), vmap=False),
+    Problem(
+        "lstm-packed", recurrent(nn.LSTM, bidirectional=True), with_lengths, square, vmap=False
+    ),
+    Problem("gru-packed", recurrent(nn.GRU), with_lengths, square, vmap=False),
+    plain("rows-lstm", recurrent(nn.LSTM), floats(5, 3), rows_per_record=2, vmap=False),
+]
+
 PROBLEMS = [
+    *CONVOLUTION,
+    *RECURRENT,
     *LINEAR,
     *EMBEDDING,
     *NORMALIZATION,

@@ -268,7 +268,7 @@ def _entries_of_middle(dim: int, old: Tensor, new: Tensor, gradient: Tensor | No
     if old.shape == new.shape:
         entries |= ~_same(old.detach(), new.detach())
     if gradient is not None:
-        entries |= gradient != 0
+        entries |= (gradient != 0) & gradient.isfinite()
     return entries.movedim(dim, 0).flatten(1).any(1)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from dpis.gradients.combine import Place
@@ -17,6 +18,7 @@ from dpis.gradients.rules import RULES
 from dpis.gradients.rules.base import Call, Rule
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
+from dpis.gradients.rules.linear import aligned_linear
 
 # A call: its function, where its parameters come from, and how often that was seen before.
 Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
@@ -116,6 +118,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         parameters = tuple(self._among(args, kwargs))
         if not parameters or not torch.is_grad_enabled():
+            function = aligned_linear if function is functional.linear else function
             return function(*args, **kwargs)
         return self._see(function, args, kwargs, parameters)
 

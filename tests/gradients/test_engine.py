@@ -1,0 +1,202 @@
+"""Batches of any size: chunks, padding, several rows a record, what is not finite."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpis.gradients import RecordGradients, batches
+from tests.gradients import oracles
+from tests.gradients.problems import PROBLEMS, Problem, mlp
+
+CLASSES = 4
+
+
+def labelled(records: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(records, 6, dtype=dtype), torch.randint(0, CLASSES, (records,))
+
+
+def ones(norms: Tensor, indices: Tensor) -> Tensor:
+    return torch.ones_like(norms)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+class TestChunks:
+    @pytest.mark.parametrize("records", [1, 3, 4, 5, 11])
+    def test_chunks_do_not_change_the_result(self, records: int) -> None:
+        module, batch = mlp().double(), labelled(records, torch.float64)
+        whole = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+        chunked = RecordGradients(module, nn.CrossEntropyLoss(), chunk=4)(batch, ones)
+        torch.testing.assert_close(chunked.norms, whole.norms())
+        for name, expected in whole.weighted_sum(torch.ones(records)).items():
+            torch.testing.assert_close(chunked.sums[name], expected)
+
+    def test_weights_are_chosen_from_norms_and_indices(self) -> None:
+        module, batch = mlp().double(), labelled(7, torch.float64)
+        seen = []
+
+        def weigh(norms: Tensor, indices: Tensor) -> Tensor:
+            seen.append(indices)
+            return indices / norms
+
+        gradients = RecordGradients(module, nn.CrossEntropyLoss(), chunk=4)
+        result = gradients(batch, weigh)
+        assert torch.cat(seen).tolist() == list(range(7))
+        expected = gradients.record(batch).weighted_sum(torch.arange(7) / result.norms)
+        for name, value in expected.items():
+            torch.testing.assert_close(result.sums[name], value)
+
+    def test_a_batch_of_none_is_a_batch(self) -> None:
+        module = mlp()
+        result = RecordGradients(module, nn.CrossEntropyLoss())(labelled(0), ones)
+        assert result.norms.shape == (0,)
+        assert all(not value.any() for value in result.sums.values())
+        assert result.sums.keys() == dict(module.named_parameters()).keys()
+
+    def test_sums_are_double(self) -> None:
+        result = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=4)(labelled(9), ones)
+        assert {value.dtype for value in result.sums.values()} == {torch.float64}
+
+    def test_the_chunk_is_chosen_once_and_fits(self) -> None:
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss())
+        assert gradients.chunk(labelled(1000)) == 512
+        assert gradients.chunk(labelled(3)) == 512
+        assert RecordGradients(mlp(), nn.CrossEntropyLoss()).chunk(labelled(20)) == 32
+
+
+# Shapes that are ours: a norm may not change by one bit with the neighbours of a record.
+FIXED_SHAPES = [p for p in PROBLEMS if "packed" not in p.id and not p.slow]
+
+
+@pytest.mark.parametrize("problem", FIXED_SHAPES, ids=lambda problem: problem.id)
+def test_a_norm_does_not_depend_on_who_shares_the_batch(problem: Problem) -> None:
+    K = problem.rows_per_record
+    module, batch = problem.module(), problem.batch(24 * K)
+    gradients = RecordGradients(
+        module, objective=problem.objective, rows_per_record=K, chunk=16, check=False
+    )
+
+    def norms(records: Tensor) -> Tensor:
+        return gradients(batches.take(batch, batches.rows_of_records(records, K)), ones).norms
+
+    everyone = norms(torch.arange(24))
+    order = torch.randperm(24)
+    assert torch.equal(norms(order), everyone[order])
+    fewer = order[:7]
+    assert torch.equal(norms(fewer), everyone[fewer])
+
+
+class TestRows:
+    def test_rows_that_only_fill_up_count_nothing(self) -> None:
+        module = mlp().double()
+        x, y = labelled(6, torch.float64)
+        present = torch.tensor([[True, True, False], [True, False, False]])
+        gradients = RecordGradients(module, nn.CrossEntropyLoss(), rows_per_record=3)
+        tape = gradients.record((x, y), present)
+        for record, rows in enumerate([[0, 1], [3]]):
+            loss = nn.functional.cross_entropy(module(x[rows]), y[rows])
+            expected = torch.autograd.grad(loss, list(module.parameters()))
+            total = torch.cat([g.flatten() for g in expected]).norm()
+            torch.testing.assert_close(tape.norms()[record], total)
+
+    def test_missing_rows_in_chunks(self) -> None:
+        module = mlp().double()
+        batch = labelled(15, torch.float64)
+        present = torch.rand(5, 3) < 0.7
+        present[:, 0] = True
+        whole = RecordGradients(module, nn.CrossEntropyLoss(), rows_per_record=3)
+        chunked = RecordGradients(module, nn.CrossEntropyLoss(), rows_per_record=3, chunk=2)
+        found = chunked(batch, ones, present)
+        torch.testing.assert_close(found.norms, whole.record(batch, present).norms())
+
+
+class TestNotFinite:
+    def test_one_bad_record_does_no_harm(self) -> None:
+        module = mlp().double()
+        x, y = labelled(8, torch.float64)
+        good = torch.arange(8) != 5
+        expected = RecordGradients(module, nn.CrossEntropyLoss())((x[good], y[good]), ones)
+        x[5, 0] = torch.inf
+        found = RecordGradients(module, nn.CrossEntropyLoss(), chunk=4)((x, y), ones)
+        assert not found.norms[5].isfinite()
+        torch.testing.assert_close(found.norms[good], expected.norms)
+        for name, value in expected.sums.items():
+            torch.testing.assert_close(found.sums[name], value)
+
+    def test_a_first_batch_of_bad_records(self) -> None:
+        x, y = labelled(4)
+        found = RecordGradients(mlp(), nn.CrossEntropyLoss())((x * torch.nan, y), ones)
+        assert found.norms.isnan().all()
+        assert all(not value.any() for value in found.sums.values())
+
+
+class TestModes:
+    def test_dropout_is_part_of_the_model(self) -> None:
+        module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)).double()
+        batch = labelled(5, torch.float64)
+        gradients = RecordGradients(module, nn.CrossEntropyLoss())
+        torch.manual_seed(1)
+        tape = gradients.record(batch)
+        assert module[1].training
+        gradients = RecordGradients(module, nn.CrossEntropyLoss())
+        gradients.record(batch)
+        torch.manual_seed(1)
+        fast = gradients.record(batch).weighted_sum(torch.ones(5))
+        torch.manual_seed(1)
+        loss = nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="sum")
+        plain = torch.autograd.grad(loss, list(module.parameters()))
+        for value, expected in zip(fast.values(), plain, strict=True):
+            torch.testing.assert_close(value, expected)
+        assert tape.records == 5
+
+    def test_looking_around_leaves_no_trace(self) -> None:
+        module, batch = nn.Sequential(mlp(), nn.Dropout(0.5)), labelled(5)
+        before = copy.deepcopy(module.state_dict())
+        torch.manual_seed(2)
+        RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+        first = torch.rand(3)
+        torch.manual_seed(2)
+        module(batch[0])
+        assert torch.equal(torch.rand(3), first)
+        assert all(parameter.grad is None for parameter in module.parameters())
+        assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+    def test_autocast_computes_factors_in_float32(self) -> None:
+        module, batch = (
+            nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, CLASSES)),
+            labelled(8),
+        )
+        expected = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tape = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+            norms, sums = tape.norms(), tape.weighted_sum(torch.ones(8))
+        assert {value.dtype for value in sums.values()} == {torch.float32}
+        torch.testing.assert_close(norms, expected.norms(), rtol=0.05, atol=0.01)
+        for record in range(8):  # norm and sum tell the same story to better than 5e-4
+            alone = tape.weighted_sum((torch.arange(8) == record).float())
+            total = torch.cat([value.flatten() for value in alone.values()]).double().norm()
+            torch.testing.assert_close(norms[record], total, rtol=1e-5, atol=0.0)
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
+    def test_a_compiled_module_runs_as_its_original(self) -> None:
+        module, batch = mlp(), labelled(5)
+        compiled = torch.compile(module)
+        found = RecordGradients(compiled, nn.CrossEntropyLoss()).record(batch)
+        expected = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+        assert torch.equal(found.norms(), expected.norms())
+
+    def test_sequences_may_change_their_length(self) -> None:
+        problem = next(p for p in PROBLEMS if p.id == "embedding-of-positions")
+        module = problem.module().double()
+        gradients = RecordGradients(module, objective=problem.objective)
+        for length in (3, 5, 2):
+            batch = (torch.randint(0, 7, (6, length)),)
+            expected = oracles.norms(oracles.by_loop(problem, module, batch))
+            torch.testing.assert_close(gradients.record(batch).norms(), expected)
