@@ -47,13 +47,13 @@ class Growth:
         dim: the dimension that grows.
         rows_per_unit: 1 if it counts rows of the batch; K if it counts records of K rows each.
         merged: several entries belong to one unit: records and positions share the dimension.
-        record_major: as in ``Layout``.
+        record_major: as in ``Layout``; None as long as that is not known.
     """
 
     dim: int
     rows_per_unit: int
     merged: bool
-    record_major: bool = True
+    record_major: bool | None
 
     def layout(self, shape: torch.Size, rows: int) -> Layout | None:
         """The layout of a tensor of this shape in a batch of so many rows; None: it cannot be."""
@@ -63,21 +63,24 @@ class Growth:
         per_unit = shape[self.dim] // units
         if per_unit != 1 and not self.merged:
             return None
-        return Layout(self.dim, per_unit, self.record_major)
+        return Layout(self.dim, per_unit, bool(self.record_major))
 
     def orders(self) -> Iterator[Growth]:
-        """The orders in which entries may stand."""
-        yield replace(self, record_major=True)
-        if self.merged:
-            yield replace(self, record_major=False)
+        """The orders in which entries may stand, as far as is known."""
+        for record_major in (True, False) if self.record_major is None else (self.record_major,):
+            yield replace(self, record_major=record_major)
 
-    def middle(self, rows_per_record: int, entries: Tensor) -> Tensor:
-        """Which entries belong to the second of three records, if this is the order."""
-        units = torch.arange(3 * rows_per_record // self.rows_per_unit, device=entries.device)
+    @property
+    def settled(self) -> bool:
+        """Whether the order is known."""
+        return self.record_major is not None
+
+    def owners(self, entries: Tensor, rows: int, rows_per_record: int) -> Tensor:
+        """Which record each entry of the dimension belongs to, if this is the order."""
+        units = torch.arange(rows // self.rows_per_unit, device=entries.device)
         owner = units * self.rows_per_unit // rows_per_record
         times = len(entries) // len(owner)
-        owners = owner.repeat_interleave(times) if self.record_major else owner.repeat(times)
-        return owners == 1
+        return owner.repeat_interleave(times) if self.record_major else owner.repeat(times)
 
 
 def find_growth(two: torch.Size, three: torch.Size, rows_per_record: int) -> Growth | None:
@@ -94,5 +97,9 @@ def find_growth(two: torch.Size, three: torch.Size, rows_per_record: int) -> Gro
         return None
     per_record = two[grown[0]] // 2
     if per_record % rows_per_record == 0:
-        return Growth(grown[0], 1, merged=per_record > rows_per_record)
-    return Growth(grown[0], rows_per_record, merged=per_record > 1)
+        return _growth(grown[0], 1, per_record > rows_per_record)
+    return _growth(grown[0], rows_per_record, per_record > 1)
+
+
+def _growth(dim: int, rows_per_unit: int, merged: bool) -> Growth:
+    return Growth(dim, rows_per_unit, merged, record_major=None if merged else True)

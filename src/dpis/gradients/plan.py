@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dpis.gradients import batches
 from dpis.gradients.batches import Batch
+from dpis.gradients.evidence import (
+    Trace,
+    gradients_of,
+    narrow,
+    refuse_coupled_losses,
+    with_one_changed,
+)
 from dpis.gradients.layout import Growth, find_growth
-from dpis.gradients.rules.base import Call, CouplingError, Rule
+from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.general import General, arguments
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
@@ -59,22 +66,13 @@ Plan = dict[Key, Verdict]
 Forward = Callable[[Watch, Batch], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Trace:
-    """One forward pass on a few records."""
-
-    uses: dict[Key, Use]
-    constants: dict[Key, Shapes]
-    losses: Tensor
-
-
 def make_plan(
     forward: Forward, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
 ) -> tuple[Plan, int]:
-    """Judge every call from three small forward passes.
+    """Judge every call from a few forward passes on two and three records.
 
-    The passes on two and on three records show which dimensions grow with the batch: sizes are
-    never guessed. The pass with the middle record changed shows whose entries move: where a model
+    Two records against three show which dimensions grow with the batch: sizes are never guessed.
+    Then each of the three is changed in turn, which shows whose entries move with it: where a model
     flattened records and positions into one dimension, and whether records couple.
 
     Args:
@@ -104,17 +102,20 @@ def make_plan(
         plan = constants
     else:
         raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
-    moved = _trace(forward, new_watch(plan), _middle_changed(large, K))
-    _refuse_coupled_losses(more.losses, moved.losses, K)
-    gradients = _gradients_of_middle(more, K)
-    for key, verdict in judged.items():
-        if isinstance(verdict, Placed):
-            after = moved.uses.get(key)
-            judged[key] = _resolve(verdict, more.uses[key], after, gradients[key], K)
+    for record in range(3):
+        moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
+        refuse_coupled_losses(more.losses, moved.losses, record, K)
+        gradients = gradients_of(moved, record, K)
+        for key, verdict in judged.items():
+            if isinstance(verdict, Placed):
+                after, own = moved.uses.get(key), gradients.get(key, [])
+                growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
+                judged[key] = replace(verdict, growths=growths)
+    judged = {key: _settled(verdict) for key, verdict in judged.items()}
     return plan | judged, _bytes(more) // 3
 
 
-def _constants(few: _Trace, more: _Trace, judged: Plan) -> Plan:
+def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
     """The calls that depend on no record, as far as this round tells.
 
     To follow the result of one such call may show others, and may change the keys of those that use
@@ -150,19 +151,14 @@ def general(plan: Plan) -> dict[str, str]:
     }
 
 
-def name_of(function: Callable[..., object]) -> str:
-    """A function's name, for messages."""
-    return getattr(function, "__name__", str(function))
-
-
-def _trace(forward: Forward, watch: Watch, batch: Batch) -> _Trace:
+def _trace(forward: Forward, watch: Watch, batch: Batch) -> Trace:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same dropout every time
         losses = forward(watch, batch)
-    return _Trace({use.key: use for use in watch.uses}, watch.constants, losses)
+    return Trace({use.key: use for use in watch.uses}, watch.constants, losses)
 
 
-def _bytes(trace: _Trace) -> int:
+def _bytes(trace: Trace) -> int:
     """What the uses keep until the factors are made: their inputs and output gradients."""
     uses = trace.uses.values()
     held = {id(tensor): tensor for use in uses for tensor, _ in use.held}
@@ -190,9 +186,11 @@ def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> 
     name = name_of(more.key[0])
     if len(growths) != 1 or growths[0].merged or (name.endswith("_") and name[-2:] != "__"):
         return Beyond("it changes its argument, flattens records, or has several results")
-    pairs = zip(_argument_shapes(few.saved), _argument_shapes(more.saved), strict=True)
+    shapes = _argument_shapes(few.saved), _argument_shapes(more.saved)
+    if len(shapes[0]) != len(shapes[1]):
+        return Beyond("the number of its arguments grows with the batch")
     rows_of: list[int | None] = []
-    for a, b in pairs:
+    for a, b in zip(*shapes, strict=True):
         growth = find_growth(a, b, K) if a != b else None
         if a != b and (growth is None or growth.merged):
             return Beyond("records and positions share a dimension of its argument")
@@ -204,86 +202,8 @@ def _argument_shapes(call: Call) -> list[torch.Size]:
     return [tensor.shape for tensor in arguments(call)]
 
 
-def _middle_changed(batch: Batch, K: int) -> Batch:
-    """Three records, the middle one replaced; every value stays one that its tensor allows."""
-
-    def change(tensor: Tensor) -> Tensor:
-        first, middle, last = torch.split(tensor, K)
-        if tensor.is_floating_point():
-            noise = torch.rand_like(middle) - 0.5
-            return torch.cat([first, middle + (0.1 + middle.abs()) * noise, last])
-        other = last if torch.equal(first, middle) else first
-        return torch.cat([first, other.flip(tuple(range(1, tensor.ndim))), last])
-
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return batches.apply(change, batch)
-
-
-def _refuse_coupled_losses(before: Tensor, after: Tensor, K: int) -> None:
-    """The losses of the first and the last record may not move with the middle one."""
-    if before.ndim == 0:
-        return  # one loss for all: losses.py asks whether it is a sum or a mean
-    others = torch.cat([torch.arange(K), torch.arange(2 * K, 3 * K)]).to(before.device)
-    if not _same(before.detach()[others], after.detach()[others]).all():
-        raise CouplingError(_COUPLED.format("the loss of another record changed"))
-
-
-def _gradients_of_middle(trace: _Trace, K: int) -> dict[Key, Sequence[Tensor | None]]:
-    """How the middle record's loss depends on each watched tensor."""
-    edges = [edge for use in trace.uses.values() for edge in use.edges]
-    none: Sequence[Tensor | None] = [None] * len(edges)
-    if edges and trace.losses.ndim and trace.losses.requires_grad:
-        own = trace.losses[K : 2 * K].sum()
-        none = torch.autograd.grad(own, edges, allow_unused=True)
-    remaining = iter(none)
-    return {key: [next(remaining) for _ in use.edges] for key, use in trace.uses.items()}
-
-
-def _resolve(
-    placed: Placed, before: Use, after: Use | None, gradients: Sequence[Tensor | None], K: int
-) -> Verdict:
-    """Settle the order of flattened dimensions; refuse entries that move with another record."""
-    resolved = []
-    moved = before.watched if after is None else after.watched
-    values = zip(placed.growths, before.watched, moved, gradients, strict=True)
-    for growth, old, new, gradient in values:
-        belongs = _entries_of_middle(growth.dim, old, new, gradient)
-        if before.record_order is not None:  # entry j of a packed batch is not record j
-            belongs = belongs[before.record_order.argsort()]
-        fitting = [
-            order for order in growth.orders() if not belongs[~order.middle(K, belongs)].any()
-        ]
-        if not fitting:
-            raise CouplingError(_COUPLED.format(_where(before)))
-        if len(fitting) > 1:
-            return Beyond("records and positions share a dimension in an order that did not show")
-        resolved.append(fitting[0])
-    return Placed(placed.rule, tuple(resolved))
-
-
-def _entries_of_middle(dim: int, old: Tensor, new: Tensor, gradient: Tensor | None) -> Tensor:
-    """Which entries along a dimension moved with the middle record, or move its loss."""
-    entries = torch.zeros_like(old, dtype=torch.bool)
-    if old.shape == new.shape:
-        entries |= ~_same(old.detach(), new.detach())
-    if gradient is not None:
-        entries |= (gradient != 0) & gradient.isfinite()
-    return entries.movedim(dim, 0).flatten(1).any(1)
-
-
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    return torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _where(use: Use) -> str:
-    names = ", ".join(names_in(use.parameters[0].label))
-    return f"activations of another record changed in {name_of(use.key[0])} with {names}"
-
-
-_COUPLED = (
-    "Records must not depend on one another, but after one record of three was changed, {}. "
-    "A record's influence would then pass through the gradients of others, which are clipped by "
-    "themselves: the privacy guarantee would not hold. Remove what mixes records (batch "
-    "statistics, a loss normalised over the batch, attention between records)."
-)
+def _settled(verdict: Verdict) -> Verdict:
+    """A verdict whose dimensions have one order left."""
+    if isinstance(verdict, Placed) and any(not growth.settled for growth in verdict.growths):
+        return Beyond("records and positions share a dimension in an order that did not show")
+    return verdict

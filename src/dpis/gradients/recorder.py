@@ -31,6 +31,9 @@ from dpis.gradients.selfcheck import disagreements, without_dropout
 from dpis.gradients.tape import Tape, beyond, collect, full_precision, unplanned
 from dpis.gradients.watch import Key, Watch
 
+# To plan again once, then to leave surprising calls to the fallback, link by link.
+MOST_ATTEMPTS = 20
+
 
 class Recorder:
     """One forward and one backward pass at a time, over batches that fit one chunk.
@@ -68,8 +71,8 @@ class Recorder:
             return
         few = self._few(batch)
         with self._undisturbed():
-            self._scale = self._find_scale(few)
             self._plan = self._make_plan(few)
+            self._scale = self._find_scale(few)
             tape = self._record(few)
             self._require_gradients(tape)
             if self._check:
@@ -100,18 +103,22 @@ class Recorder:
         return Tape(self.parameters, combined, records)
 
     def _run_planned(self, batch: Batch, rows: int) -> tuple[Watch, Tensor]:
-        for _ in range(2):
+        for attempt in range(MOST_ATTEMPTS):
             watch = self._new_watch(self._plan)
             losses = self._forward(watch, batch)
-            if not unplanned(watch, self._plan, rows):
+            surprises = unplanned(watch, self._plan, rows)
+            if not surprises:
                 refuse_penalty(losses, watch.follows(losses))
                 return watch, losses
-            with self._undisturbed():
-                self._plan = merge(self._plan, self._make_plan(self._few(batch)))
+            if attempt == 0:
+                with self._undisturbed():
+                    self._plan = merge(self._plan, self._make_plan(self._few(batch)))
+            else:
+                self._plan |= dict.fromkeys(surprises, Beyond("it is called for some records only"))
         raise RuntimeError(
             "The model makes other calls at every forward pass, even for the same batch, so the "
             "places of the records in its tensors cannot be known. Let its control flow depend on "
-            "nothing random (layer dropout, say)."
+            "nothing random."
         )
 
     def _forward(self, watch: Watch, batch: Batch) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 from dpis.gradients.combine import Part, Place, squared_norms, weighted_sum
 from dpis.gradients.factors import Dense, Factor
 from dpis.gradients.layout import Layout
-from dpis.gradients.plan import Beyond, Constant, GeneralRuleError, Placed, Plan, name_of
-from dpis.gradients.rules.base import HALF, Call
+from dpis.gradients.plan import Beyond, Constant, GeneralRuleError, Placed, Plan
+from dpis.gradients.rules.base import HALF, Call, name_of
 from dpis.gradients.rules.general import General
-from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
+from dpis.gradients.watch import Computed, Key, Shown, Use, Watch, names_in
 
 Parts = Mapping[str, tuple[Part, ...]]
 
@@ -76,22 +76,24 @@ def _select(parts: tuple[Part, ...], kept: Tensor, records: int) -> tuple[Part, 
     return tuple(Part(part.place, part.factor.select(kept)) for part in parts)
 
 
-def unplanned(watch: Watch, plan: Plan, rows: int) -> bool:
-    """Whether the forward pass did something that the plan does not cover."""
-    for key, shapes in watch.constants.items():
-        known = plan[key]
-        if not isinstance(known, Constant) or shapes not in known.shapes:
-            return True
-    return any(
-        use.key not in plan
-        or (isinstance(plan[use.key], Placed) and layouts_of(use, plan, rows) is None)
+def unplanned(watch: Watch, plan: Plan, rows: int) -> list[Key]:
+    """The calls of a forward pass that the plan does not cover."""
+    changed = [
+        key
+        for key, shapes in watch.constants.items()
+        if not isinstance(known := plan[key], Constant) or shapes not in known.shapes
+    ]
+    unknown = [
+        use.key
         for use in watch.uses
-    )
+        if not isinstance(plan.get(use.key), Beyond) and layouts_of(use, plan, rows) is None
+    ]
+    return changed + unknown
 
 
 def layouts_of(use: Use, plan: Plan, rows: int) -> list[Layout] | None:
     """Where the records are in the watched tensors of a use; None: not as planned."""
-    verdict = plan[use.key]
+    verdict = plan.get(use.key)
     if not isinstance(verdict, Placed) or len(verdict.growths) != len(use.shapes):
         return None
     found = [g.layout(s, rows) for g, s in zip(verdict.growths, use.shapes, strict=True)]

@@ -141,3 +141,8 @@ class Rule(ABC):
 
 
 RuleTable = dict[Callable[..., Any], Rule]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name, for messages."""
+    return getattr(function, "__name__", str(function))

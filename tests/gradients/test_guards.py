@@ -1,0 +1,156 @@
+"""What couples records is refused, with the layer's name; fix replaces what it can."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, fix
+from tests.gradients.problems import function, mlp, square
+
+
+def image_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True)),
+        nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(8 * 9, 4),
+    )
+
+
+class TestRefused:
+    def test_batch_norm_in_training_is_named(self) -> None:
+        with pytest.raises(CouplingError, match=r"'0\.1' \(BatchNorm2d\).*privacy.*dpis\.fix"):
+            RecordGradients(image_model(), nn.CrossEntropyLoss())
+
+    def test_running_statistics_are_named(self) -> None:
+        model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True))
+        with pytest.raises(CouplingError, match=r"'0' \(InstanceNorm1d\) keeps running"):
+            RecordGradients(model, nn.MSELoss())
+
+    def test_batch_norm_as_a_function(self) -> None:
+        make = function(
+            lambda m, x: nn.functional.batch_norm(x, None, None, m.scale, training=True), scale=(6,)
+        )
+        with pytest.raises(CouplingError, match="Batch normalisation in training mode"):
+            RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+    def test_torchscript(self) -> None:
+        script = torch.jit.trace(mlp(), torch.randn(2, 6))
+        with pytest.raises(TypeError, match="TorchScript"):
+            RecordGradients(nn.Sequential(script), nn.CrossEntropyLoss())
+
+    @pytest.mark.parametrize(
+        "mix",
+        [
+            lambda h: h - h.mean(0),
+            lambda h: h / h.norm(),
+            lambda h: h.softmax(0),
+            lambda h: h + 0.1 * h.flip(0),
+            lambda h: h[h.sum(1).argsort()],
+        ],
+        ids=["centred", "normalised", "softmax", "neighbour", "sorted"],
+    )
+    def test_custom_coupling(self, mix) -> None:
+        torch.manual_seed(0)
+        make = function(
+            lambda m, x: m.after(mix(m.before(x))),
+            before=lambda: nn.Linear(6, 4),
+            after=lambda: nn.Linear(4, 2),
+        )
+        with pytest.raises(CouplingError, match="privacy"):
+            RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
+
+    @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+    def test_embeddings_that_look_at_the_batch(self, option: dict) -> None:
+        model = nn.Embedding(7, 4, **option)
+        with pytest.raises(CouplingError, match=next(iter(option))):
+            RecordGradients(model, objective=square).record((torch.randint(0, 7, (4, 3)),))
+
+    def test_a_parameter_without_a_gradient_is_named(self) -> None:
+        make = function(lambda m, x: m.used(x), used=lambda: nn.Linear(6, 4), forgotten=(3,))
+        with pytest.raises(ValueError, match=r"forgotten.*requires_grad_"):
+            RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
+
+    def test_an_input_changed_in_place(self) -> None:
+        def changed(m: nn.Module, x: Tensor) -> Tensor:
+            hidden = m.first(x).tanh()
+            output = m.second(hidden)
+            hidden.detach().mul_(2)
+            return output
+
+        make = function(changed, first=lambda: nn.Linear(6, 4), second=lambda: nn.Linear(4, 2))
+        with pytest.raises(RuntimeError, match=r"second.*changed in place|modified by an inplace"):
+            RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
+
+    def test_a_first_layer_input_changed_in_place(self) -> None:
+        def changed(m: nn.Module, x: Tensor) -> Tensor:
+            x = x.clone()
+            output = m.layer(x)
+            x.mul_(2)
+            return output
+
+        make = function(changed, layer=lambda: nn.Linear(6, 4))
+        with pytest.raises(RuntimeError, match=r"layer\.weight was changed in place"):
+            RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
+
+
+class TestFix:
+    def test_it_lists_what_it_did(self) -> None:
+        fixed, changes = fix(image_model())
+        assert [str(change) for change in changes] == [
+            "0.1: BatchNorm2d(8) -> GroupNorm(8, 8)",
+            "0.2: ReLU no longer in place",
+            "1: InstanceNorm2d no longer keeps running statistics",
+        ]
+        batch = torch.randn(5, 3, 5, 5), torch.randint(0, 4, (5,))
+        assert RecordGradients(fixed, nn.CrossEntropyLoss()).record(batch).norms().isfinite().all()
+
+    def test_the_old_module_stays(self) -> None:
+        model = image_model()
+        fix(model)
+        assert isinstance(model[0][1], nn.BatchNorm2d)
+        assert model[0][2].inplace
+
+    def test_a_lone_layer(self) -> None:
+        fixed, changes = fix(nn.BatchNorm1d(6))
+        assert isinstance(fixed, nn.GroupNorm)
+        assert [change.layer for change in changes] == ["BatchNorm1d"]
+
+    def test_nothing_to_do(self) -> None:
+        fixed, changes = fix(mlp())
+        assert changes == ()
+        assert fixed.state_dict().keys() == mlp().state_dict().keys()
+
+    def test_scale_and_precision_stay(self) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(6)).double()
+        nn.init.normal_(model[0].weight)
+        fixed, _ = fix(model)
+        assert torch.equal(fixed[0].weight, model[0].weight)
+
+
+class TestFallback:
+    def test_it_is_said_once(self) -> None:
+        make = function(lambda m, x: torch.einsum("bi,oi->bo", x, m.weight), weight=(4, 6))
+        gradients = RecordGradients(make(), objective=square)
+        with pytest.warns(SlowGradientsWarning, match=r"weight \(einsum") as said:
+            gradients.record((torch.randn(4, 6),))
+        assert len(said) == 1
+        gradients.record((torch.randn(4, 6),))  # warnings are errors: silent now
+
+    def test_control_flow_by_value(self) -> None:
+        def twofold(m: nn.Module, x: Tensor) -> Tensor:
+            rows = [m.scale.cumsum(0) * row if row.sum() > 0 else row - m.scale for row in x]
+            return torch.stack(rows)
+
+        torch.manual_seed(0)
+        model = function(twofold, scale=(6,))().double()
+        x = torch.randn(6, 6, dtype=torch.float64)
+        with pytest.warns(SlowGradientsWarning):
+            tape = RecordGradients(model, objective=square).record((x,))
+        for record in range(6):
+            loss = square(model, (x[record : record + 1],)).sum()
+            (expected,) = torch.autograd.grad(loss, list(model.parameters()))
+            torch.testing.assert_close(tape.norms()[record], expected.norm())
