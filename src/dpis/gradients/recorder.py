@@ -59,11 +59,14 @@ class Recorder:
         self._plan: Plan = {}
         self._slow: dict[str, str] = {}
         self._scale: str | None = None
+        self._said, self._said_names = 0, set[str]()
 
     def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
         """The gradients of every record of a batch, as factors."""
         self.prepare(batch)
-        return self._record(batch, present)
+        tape = self._record(batch, present)
+        self._say_what_is_slow()
+        return tape
 
     def prepare(self, batch: Batch) -> None:
         """Plan and check, once, on three records of the batch."""
@@ -77,7 +80,6 @@ class Recorder:
             self._require_gradients(tape)
             if self._check:
                 self._compare_with_autograd(few)
-        self._say_what_is_slow()
         self._ready = True
 
     # -- one pass --------------------------------------------------------------------------------
@@ -177,8 +179,13 @@ class Recorder:
             return scalar_scale(loss_of, batches.device(few))
 
     def _say_what_is_slow(self) -> None:
+        """Once for each parameter, when it is found out."""
+        if len(self._plan) + len(self._slow) == self._said:
+            return
         slow = general(self._plan) | self._slow
-        if slow:
+        self._said = len(self._plan) + len(self._slow)
+        if slow.keys() - self._said_names:
+            self._said_names |= slow.keys()
             named = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
             warnings.warn(
                 f"Gradients of single records are computed by torch.func for {named}. They are "
