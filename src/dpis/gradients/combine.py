@@ -134,7 +134,7 @@ def combine(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
     for part in map(_upright, parts):
         known = joined.get(part.place)
         joined[part.place] = part.factor if known is None else join(known, part.factor)
-    separate = tuple(Part(place, factor) for place, factor in joined.items())
+    separate = tuple(Part(place, _small(factor)) for place, factor in joined.items())
     places = tuple(joined)
     if not places or (len(places) == 1 and not places[0].repeats):
         return separate
@@ -160,6 +160,13 @@ def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> T
     for part, part_sum in zip(parts, sums, strict=True):
         part.place.look(total).copy_(part_sum)
     return total
+
+
+def _small(factor: Factor) -> Factor:
+    """Explicit gradients where they are smaller: norm and sum then need one product, not two."""
+    if isinstance(factor, Outer) and factor.inputs.shape[1] > 1 and factor.explicit_is_smaller:
+        return Dense(factor.explicit())
+    return factor
 
 
 def _upright(part: Part) -> Part:

@@ -101,7 +101,8 @@ class Recorder:
         slow = beyond(watch, self._plan) | self._slow
         if slow:
             parts |= self._slowly(slow, batch, records, present)
-        combined = {n: combine(parts.get(n, ()), p) for n, p in self.parameters.items()}
+        with torch.no_grad(), full_precision(total.device):
+            combined = {n: combine(parts.get(n, ()), p) for n, p in self.parameters.items()}
         return Tape(self.parameters, combined, records)
 
     def _run_planned(self, batch: Batch, rows: int) -> tuple[Watch, Tensor]:

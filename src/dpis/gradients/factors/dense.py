@@ -35,7 +35,7 @@ class Dense(Factor):
 
     def squared_norms(self) -> Tensor:
         """``||G_i||²``, entry by entry."""
-        return self._flat().square().sum(1)
+        return torch.linalg.vector_norm(self._flat(), dim=1).square()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One product of the weights with the records, flattened."""

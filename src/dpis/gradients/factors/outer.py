@@ -12,8 +12,6 @@ from dpis.gradients.factors.selection import contributing
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
-# Writing and reading one entry of an explicit gradient costs about this many multiplications.
-EXPLICIT_ENTRY_COST = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +49,19 @@ class Outer(Factor):
         - Gram: ``Σ_{l,m} <x_l, x_m> <g_l, g_m>``, about ``L² (I + O)`` multiplications a record;
         - explicit: ``||gᵀ x||²``, about ``L I O``.
         """
+        if self.inputs.shape[1] == 1:
+            return _squares(self.inputs[:, 0]) * _squares(self.output_grads[:, 0])
+        return self._explicit_norms() if self.explicit_is_smaller else self._gram_norms()
+
+    @property
+    def explicit_is_smaller(self) -> bool:
+        """Whether ``I O <= L (I + O)``: then the gradients take less room than their factors.
+
+        The same comparison, times ``L``, decides which norm takes fewer multiplications.
+        """
         _, L, I = self.inputs.shape  # noqa: E741
         O = self.output_grads.shape[2]  # noqa: E741
-        if L == 1:
-            return _squares(self.inputs[:, 0]) * _squares(self.output_grads[:, 0])
-        if L * L * (I + O + EXPLICIT_ENTRY_COST) <= (L + EXPLICIT_ENTRY_COST) * I * O:
-            return self._gram_norms()
-        return self._explicit_norms()
+        return I * O <= L * (I + O)
 
     def _gram_norms(self) -> Tensor:
         grams = gram(self.inputs).mul_(gram(self.output_grads))
@@ -114,4 +118,4 @@ def gram(vectors: Tensor) -> Tensor:
 
 
 def _squares(vectors: Tensor) -> Tensor:
-    return vectors.square().sum(-1)
+    return torch.linalg.vector_norm(vectors, dim=-1).square()
