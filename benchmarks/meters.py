@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+"""On a machine with other work, one thread and its own CPU time tell more than the wall clock."""
+
 
 def median_milliseconds(
-    steps: Mapping[str, Callable[[], object]], repeats: int
+    steps: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float]
 ) -> dict[str, float]:
     """The median time of every step, the steps taking turns, so that all see the same machine."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(repeats + 2):  # the first two warm up
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
             if repeat >= 2:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
@@ -42,6 +45,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return peak
 
 
-def describe_machine() -> str:
-    """What the figures were measured on."""
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+def describe_machine(clock: str) -> str:
+    """What the figures were measured on, and how."""
+    threads = torch.get_num_threads()
+    return f"torch {torch.__version__}, {threads} thread{'s'[: threads != 1]}, {clock} time"

@@ -21,7 +21,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is
 
 import torch
 from engines import ENGINES, UnsupportedError, prepared
-from meters import describe_machine, median_milliseconds, peak_bytes
+from meters import CLOCKS, describe_machine, median_milliseconds, peak_bytes
 from rich.console import Console
 from rich.table import Table
 from workloads import WORKLOADS, Workload
@@ -40,7 +40,7 @@ class Row:
     note: str = ""
 
 
-def measure(workload: Workload, engines: list[str], repeats: int) -> Iterator[Row]:
+def measure(workload: Workload, engines: list[str], repeats: int, clock: str) -> Iterator[Row]:
     torch.manual_seed(0)
     model, batch = workload.build(), workload.batch()
     steps, unsupported = {}, {}
@@ -51,7 +51,7 @@ def measure(workload: Workload, engines: list[str], repeats: int) -> Iterator[Ro
             unsupported[engine] = f"unsupported: {error}"
     sums = {engine: step() for engine, step in steps.items()}
     memory = {engine: peak_bytes(step) for engine, step in steps.items()}
-    times = median_milliseconds(steps, repeats)
+    times = median_milliseconds(steps, repeats, CLOCKS[clock])
     for engine in engines:
         if engine in unsupported:
             yield Row(workload.name, engine, note=unsupported[engine])
@@ -66,8 +66,8 @@ def measure(workload: Workload, engines: list[str], repeats: int) -> Iterator[Ro
         )
 
 
-def show(rows: list[Row]) -> None:
-    table = Table("model", "engine", caption=describe_machine())
+def show(rows: list[Row], clock: str) -> None:
+    table = Table("model", "engine", caption=describe_machine(clock))
     for heading in ("ms", "time / SGD", "memory / SGD", "norm of the sum"):
         table.add_column(heading, justify="right")
     for before, row in zip([None, *rows], rows, strict=False):
@@ -87,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parsed = parser.parse_args()
@@ -100,12 +101,12 @@ def main() -> None:
     warnings.simplefilter("ignore")  # Opacus's hooks warn at every step
     rows = []
     for name in chosen.models:
-        for row in measure(WORKLOADS[name], chosen.engines, chosen.repeats):
+        for row in measure(WORKLOADS[name], chosen.engines, chosen.repeats, chosen.clock):
             rows.append(row)
             if chosen.json:
                 print(json.dumps(asdict(row)), flush=True)
     if not chosen.json:
-        show(rows)
+        show(rows, chosen.clock)
 
 
 if __name__ == "__main__":
