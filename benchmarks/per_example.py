@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # before torch: the profiler is talkative
 
 import torch
-from engines import ENGINES, UnsupportedError, prepared
+from engines import ENGINES, UnsupportedError, norm, prepared
 from meters import CLOCKS, describe_machine, median_milliseconds, peak_bytes
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +49,7 @@ def measure(workload: Workload, engines: list[str], repeats: int, clock: str) ->
             steps[engine] = prepared(engine, model, batch)
         except UnsupportedError as error:
             unsupported[engine] = f"unsupported: {error}"
-    sums = {engine: step() for engine, step in steps.items()}
+    sums = {engine: norm(step()) for engine, step in steps.items()}
     memory = {engine: peak_bytes(step) for engine, step in steps.items()}
     times = median_milliseconds(steps, repeats, CLOCKS[clock])
     for engine in engines:
