@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.squares import squared_norms
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +36,7 @@ class Dense(Factor):
 
     def squared_norms(self) -> Tensor:
         """``||G_i||²``, entry by entry."""
-        return torch.linalg.vector_norm(self._flat(), dim=1).square()
+        return squared_norms(self._flat())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One product of the weights with the records, flattened."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.outer import gram
 from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.squares import squared_norms
 
 # From this many positions on, sorting the indices is cheaper than comparing all pairs.
 MANY_POSITIONS = 128
@@ -46,7 +47,7 @@ class Lookup(Factor):
     def squared_norms(self) -> Tensor:
         """``Σ_{l,m} [index_l = index_m] <g_l, g_m>``, or by adding up equal indices first."""
         if self.indices.shape[1] == 1:
-            return self.output_grads.square().sum((1, 2))
+            return squared_norms(self.output_grads[:, 0])
         if self.indices.shape[1] < MANY_POSITIONS:
             same = self.indices[:, :, None] == self.indices[:, None, :]
             return (gram(self.output_grads) * same).sum((1, 2))
@@ -58,7 +59,7 @@ class Lookup(Factor):
         sums = self.output_grads.new_zeros(len(cells), self.shape[1])
         sums.index_add_(0, inverse.flatten(), self.output_grads.flatten(0, 1))
         norms = self.output_grads.new_zeros(self.records)
-        return norms.index_add_(0, cells // self.table_rows, sums.square().sum(1))
+        return norms.index_add_(0, cells // self.table_rows, squared_norms(sums))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Weighted output gradients, added to the rows they were looked up from."""

@@ -1,0 +1,97 @@
+"""Laws that every factor keeps, and norms that stay exact where sums cancel or are long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dpis.gradients.combine import Sum, inner_products
+from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+from dpis.gradients.factors.squares import squared_norms
+
+RECORDS = 6
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def lookup(positions: int) -> Lookup:
+    return Lookup(torch.randint(0, 5, (RECORDS, positions)), randn(RECORDS, positions, 3), 5)
+
+
+FACTORS = {
+    "dense": lambda: Dense(randn(RECORDS, 5, 3)),
+    "dense-scalar": lambda: Dense(randn(RECORDS)),
+    "outer-one-position": lambda: Outer(randn(RECORDS, 1, 3), randn(RECORDS, 1, 5)),
+    "outer-gram": lambda: Outer(randn(RECORDS, 2, 30), randn(RECORDS, 2, 50)),
+    "outer-explicit": lambda: Outer(randn(RECORDS, 20, 3), randn(RECORDS, 20, 5)),
+    "lookup-one-position": lambda: lookup(1),
+    "lookup": lambda: lookup(4),
+    "lookup-many-positions": lambda: lookup(200),
+    "sum": lambda: Sum((lookup(4), Outer(randn(RECORDS, 2, 3), randn(RECORDS, 2, 5)))),
+}
+
+
+@pytest.fixture(params=FACTORS.values(), ids=FACTORS.keys())
+def factor(request: pytest.FixtureRequest) -> Factor:
+    torch.manual_seed(0)
+    return request.param()
+
+
+def test_norms_are_those_of_the_gradients(factor: Factor) -> None:
+    flat = factor.explicit().reshape(RECORDS, -1)
+    torch.testing.assert_close(factor.squared_norms(), flat.square().sum(1))
+
+
+def test_sums_are_those_of_the_gradients(factor: Factor) -> None:
+    weights = randn(RECORDS)
+    weights[2] = 0
+    expected = torch.tensordot(weights, factor.explicit(), dims=1)
+    torch.testing.assert_close(factor.weighted_sum(weights), expected)
+    assert factor.weighted_sum(weights).shape == factor.shape
+
+
+def test_no_weight_no_sum(factor: Factor) -> None:
+    none = factor.weighted_sum(torch.zeros(RECORDS))
+    assert none.shape == factor.shape
+    assert not none.any()
+
+
+def test_folding_adds_gradients(factor: Factor) -> None:
+    expected = factor.explicit().reshape(2, 3, *factor.shape).sum(1)
+    folded = factor.fold(3)
+    assert folded.records == 2
+    torch.testing.assert_close(folded.explicit(), expected)
+    flat = expected.reshape(2, -1)
+    torch.testing.assert_close(folded.squared_norms(), flat.square().sum(1))
+
+
+def test_selecting_keeps_gradients(factor: Factor) -> None:
+    kept = torch.tensor([4, 1])
+    torch.testing.assert_close(factor.select(kept).explicit(), factor.explicit()[kept])
+
+
+def test_inner_products_of_unlike_factors() -> None:
+    table, product = lookup(4), Outer(randn(RECORDS, 2, 3), randn(RECORDS, 2, 5))
+    expected = (table.explicit() * product.explicit()).sum((1, 2))
+    torch.testing.assert_close(inner_products(table, product), expected)
+
+
+@pytest.mark.parametrize("offset", [0, 30, 1000])
+def test_gram_norms_that_cancel(offset: float) -> None:
+    """Inputs with a large mean, output gradients that sum to zero: keys of an attention, say."""
+    torch.manual_seed(0)
+    inputs, grads = randn(8, 8, 64) + offset, randn(8, 8, 64)
+    inputs, grads = inputs.float(), (grads - grads.mean(1, keepdim=True)).float()
+    exact = Outer(inputs.double(), grads.double()).explicit().flatten(1).square().sum(1)
+    found = Outer(inputs, grads).squared_norms().double()
+    torch.testing.assert_close(found, exact, rtol=2e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("length", [1, 1024, 1025, 3_000_001])
+def test_squares_of_long_rows(length: int) -> None:
+    rows = torch.rand(2, length)
+    found = squared_norms(rows).double()
+    torch.testing.assert_close(found, rows.double().square().sum(1), rtol=1e-6, atol=0.0)
