@@ -192,6 +192,14 @@ class TestModes:
         expected = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
         assert torch.equal(found.norms(), expected.norms())
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
+    def test_a_compiled_part_runs_as_it_was_written(self) -> None:
+        module, batch = mlp(), labelled(5)
+        expected = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
+        parts = nn.Sequential(torch.compile(module[0]), module[1], module[2])
+        found = RecordGradients(parts, nn.CrossEntropyLoss()).record(batch)
+        assert torch.equal(found.norms(), expected.norms())
+
     def test_sequences_may_change_their_length(self) -> None:
         problem = next(p for p in PROBLEMS if p.id == "embedding-of-positions")
         module = problem.module().double()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, fix
+from dpis.gradients.rules.linear import Linear
 from tests.gradients.problems import function, mlp, square
 
 
@@ -154,3 +155,25 @@ class TestFallback:
             loss = square(model, (x[record : record + 1],)).sum()
             (expected,) = torch.autograd.grad(loss, list(model.parameters()))
             torch.testing.assert_close(tape.norms()[record], expected.norm())
+
+
+class TestSelfCheck:
+    """A rule that is wrong is found out at the first batch."""
+
+    def test_a_wrong_rule_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right, places = Linear.factors, torch.tensor([1, 2, 0])
+
+        def wrong(self: Linear, saved, grads, layouts):
+            for parameter, factor in right(self, saved, grads, layouts):
+                last_layer = factor.shape[0] == 4
+                yield parameter, factor.select(places) if last_layer else factor
+
+        torch.manual_seed(0)
+        module, x = mlp().double(), torch.randn(3, 6).double()
+        expected = RecordGradients(module, objective=square).record((x,)).norms()
+        monkeypatch.setattr(Linear, "factors", wrong)
+        with pytest.warns(SlowGradientsWarning, match=r"2\.weight \(the fast gradient differed"):
+            found = RecordGradients(module, objective=square).record((x,)).norms()
+        torch.testing.assert_close(found, expected)
+        unchecked = RecordGradients(module, objective=square, check=False).record((x,)).norms()
+        assert not torch.allclose(unchecked, expected)

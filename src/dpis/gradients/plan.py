@@ -17,7 +17,7 @@ from dpis.gradients.evidence import (
     refuse_coupled_losses,
     with_one_changed,
 )
-from dpis.gradients.layout import Growth, find_growth
+from dpis.gradients.layout import Growth, Layout, find_growth
 from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.general import General, arguments
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
@@ -138,6 +138,31 @@ def merge(old: Plan, new: Plan) -> Plan:
         if isinstance(verdict, Constant) and isinstance(before, Constant):
             merged[key] = Constant(before.shapes | verdict.shapes)
     return merged
+
+
+def unplanned(watch: Watch, plan: Plan, rows: int) -> list[Key]:
+    """The calls of a forward pass that the plan does not cover."""
+    changed = [
+        key
+        for key, shapes in watch.constants.items()
+        if not isinstance(known := plan[key], Constant) or shapes not in known.shapes
+    ]
+    unknown = [
+        use.key
+        for use in watch.uses
+        if not isinstance(plan.get(use.key), Beyond) and layouts_of(use, plan, rows) is None
+    ]
+    return changed + unknown
+
+
+def layouts_of(use: Use, plan: Plan, rows: int) -> list[Layout] | None:
+    """Where the records are in the watched tensors of a use; None: not as planned."""
+    verdict = plan.get(use.key)
+    if not isinstance(verdict, Placed) or len(verdict.growths) != len(use.shapes):
+        return None
+    found = [g.layout(s, rows) for g, s in zip(verdict.growths, use.shapes, strict=True)]
+    layouts = [layout for layout in found if layout is not None]
+    return layouts if len(layouts) == len(found) else None
 
 
 def general(plan: Plan) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpis.gradients import batches
 from dpis.gradients.batches import Batch
+from dpis.gradients.collect import beyond, collect
 from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
@@ -25,10 +27,11 @@ from dpis.gradients.plan import (
     general,
     make_plan,
     merge,
+    unplanned,
 )
 from dpis.gradients.rules.general import General
 from dpis.gradients.selfcheck import disagreements, without_dropout
-from dpis.gradients.tape import Tape, beyond, collect, full_precision, unplanned
+from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.watch import Key, Watch
 
 # To plan again once, then to leave surprising calls to the fallback, link by link.
@@ -127,6 +130,7 @@ class Recorder:
     def _forward(self, watch: Watch, batch: Batch) -> Tensor:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(_eagerly())
             stack.enter_context(_packed_order(self.module, watch))
             stack.enter_context(watch)
             return self.objective(self.module, batch)
@@ -241,6 +245,14 @@ class Recorder:
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)
+
+
+def _eagerly() -> AbstractContextManager[object]:
+    """Compiled parts of the model run as they were written: their graphs cannot be watched."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing was compiled, and the import would take seconds
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

@@ -1,0 +1,138 @@
+"""From the uses of a forward pass to the gradients of every parameter, as factors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from dpis.gradients.combine import Part, Place
+from dpis.gradients.factors import Dense
+from dpis.gradients.layout import Layout
+from dpis.gradients.plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
+from dpis.gradients.rules.base import HALF, Call, ParameterFactor, name_of
+from dpis.gradients.rules.general import General
+from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
+
+
+def collect(
+    watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int
+) -> dict[str, list[Part]]:
+    """Run backward, and give every parameter a part for each of its uses.
+
+    Args:
+        watch: what the forward pass did, all of it in the plan.
+        plan: where the records are.
+        total_loss: the sum of the losses of all records.
+        records: how many there are.
+        rows: how many rows they have together.
+    """
+    uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for use, grads in zip(uses, _backward(total_loss, uses), strict=True):
+        if all(grad is None for grad in grads):
+            continue  # the loss does not depend on it
+        with torch.no_grad():
+            for tensor, factor in _factors(use, grads, layouts_of(use, plan, rows) or ()):
+                folded = factor.fold(factor.records // records)
+                for name, part in _parts(watch, (tensor, folded)):
+                    parts[name].append(part)
+    return parts
+
+
+def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
+    """The parameters that need the fallback, with the reason."""
+    return {
+        name: f"{name_of(use.key[0])}: {verdict.reason}"
+        for use in watch.uses
+        if isinstance(verdict := plan[use.key], Beyond)
+        for source in use.parameters
+        for name in names_in(source.label)
+    }
+
+
+def _backward(total_loss: Tensor, uses: Sequence[Use]) -> list[list[Tensor | None]]:
+    """The gradients of all watched tensors, in one backward pass that computes nothing else."""
+    edges = [edge for use in uses for edge in use.edges]
+    if not edges:
+        return []
+    grads = iter(torch.autograd.grad(total_loss, edges, allow_unused=True))
+    return [[next(grads) for _ in use.edges] for use in uses]
+
+
+def _factors(
+    use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]
+) -> Iterable[ParameterFactor]:
+    """What the rule makes of a use, its inputs and gradients in float32 or better."""
+    if use.changed_in_place():
+        name, function = names_in(use.parameters[0].label)[0], name_of(use.key[0])
+        raise RuntimeError(_CHANGED.format(name=name, function=function))
+    saved = use.saved.in_full_precision() if isinstance(use.saved, Call) else use.saved
+    known = next(grad for grad in grads if grad is not None)
+    filled = [
+        _wide(known.new_zeros(shape) if grad is None else grad)
+        for grad, shape in zip(grads, use.shapes, strict=True)
+    ]
+    if not isinstance(use.rule, General):
+        return use.rule.factors(saved, filled, layouts)
+    try:
+        return list(use.rule.factors(saved, filled, layouts))
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise GeneralRuleError(use.key) from error
+
+
+def _parts(watch: Watch, of: ParameterFactor) -> Iterator[tuple[str, Part]]:
+    """Give a factor to the parameter its tensor shows, or to all that it was computed from."""
+    tensor, factor = of
+    source = watch.source_of(tensor)
+    if isinstance(source, Shown):
+        yield source.name, Part(source.place, factor)
+    elif isinstance(source, Computed):
+        gradients = factor.explicit()
+        pulled = source.rule.pull_back(source.call, gradients) if source.rule else None
+        if pulled is None:
+            yield from _by_autograd(watch, source, gradients)
+        else:
+            for origin in pulled:
+                yield from _parts(watch, origin)
+
+
+def _by_autograd(watch: Watch, source: Computed, gradients: Tensor) -> Iterator[tuple[str, Part]]:
+    """``Jᵀ g_i`` for every record, where ``J`` is how the tensor depends on its parameters."""
+    owners = _owners(watch, source)
+    explicit = torch.autograd.grad(
+        source.tensor,
+        list(owners.values()),
+        gradients.to(source.tensor.dtype),
+        retain_graph=True,
+        allow_unused=True,
+        is_grads_batched=True,
+    )
+    for (name, parameter), gradient in zip(owners.items(), explicit, strict=True):
+        if gradient is not None:
+            yield name, Part(Place.of(parameter, parameter), Dense(_wide(gradient)))
+
+
+def _owners(watch: Watch, source: Computed) -> dict[str, Tensor]:
+    """The parameters that a tensor was computed from."""
+    owners: dict[str, Tensor] = {}
+    for argument in source.call.parameters:
+        origin = watch.source_of(argument)
+        if isinstance(origin, Shown):
+            owners[origin.name] = origin.parameter
+        elif isinstance(origin, Computed):
+            owners |= _owners(watch, origin)
+    return owners
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+_CHANGED = (
+    "The input of {function} with parameter {name} was changed in place after it was used, so the "
+    "gradients of its records can no longer be computed. Use the out-of-place operation "
+    "(dpis.fix(module) turns in-place activations off)."
+)
