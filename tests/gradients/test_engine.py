@@ -106,6 +106,11 @@ class TestRows:
             total = torch.cat([g.flatten() for g in expected]).norm()
             torch.testing.assert_close(tape.norms()[record], total)
 
+    def test_half_a_record_is_refused(self) -> None:
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss(), rows_per_record=3)
+        with pytest.raises(ValueError, match="whole records of 3 rows; found 7"):
+            gradients(labelled(7), ones)
+
     def test_missing_rows_in_chunks(self) -> None:
         module = mlp().double()
         batch = labelled(15, torch.float64)

@@ -75,6 +75,12 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"forgotten.*requires_grad_"):
             RecordGradients(make(), objective=square).record((torch.randn(4, 6),))
 
+    def test_a_loss_cut_off_from_the_model(self) -> None:
+        with pytest.raises(ValueError, match=r"0\.weight, 0\.bias"):
+            RecordGradients(mlp(), objective=lambda m, b: square(m, b).detach()).record(
+                (torch.randn(4, 6),)
+            )
+
     def test_an_input_changed_in_place(self) -> None:
         def changed(m: nn.Module, x: Tensor) -> Tensor:
             hidden = m.first(x).tanh()

@@ -31,7 +31,9 @@ def apply(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return {key: apply(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(apply(function, value) for value in batch)
+        values = [apply(function, value) for value in batch]
+        named = isinstance(batch, tuple) and hasattr(batch, "_fields")
+        return type(batch)(*values) if named else type(batch)(values)
     return batch
 
 
@@ -49,6 +51,21 @@ def rows(batch: Batch) -> int:
             "weight of classes) to the loss by other means, for example functools.partial."
         )
     return sizes.pop()[0]
+
+
+def records(batch: Batch, rows_per_record: int) -> int:
+    """How many records a batch has.
+
+    Raises:
+        ValueError: if its rows do not make whole records.
+    """
+    count = rows(batch)
+    if count % rows_per_record:
+        raise ValueError(
+            f"A batch must hold whole records of {rows_per_record} rows; found {count} rows. Fill "
+            "up records that have fewer with copies, and mark these in `present`."
+        )
+    return count // rows_per_record
 
 
 def take(batch: Batch, index: Tensor) -> Batch:

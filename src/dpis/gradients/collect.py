@@ -56,8 +56,8 @@ def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
 def _backward(total_loss: Tensor, uses: Sequence[Use]) -> list[list[Tensor | None]]:
     """The gradients of all watched tensors, in one backward pass that computes nothing else."""
     edges = [edge for use in uses for edge in use.edges]
-    if not edges:
-        return []
+    if not edges or not total_loss.requires_grad:
+        return [[None for _ in use.edges] for use in uses]
     grads = iter(torch.autograd.grad(total_loss, edges, allow_unused=True))
     return [[next(grads) for _ in use.edges] for use in uses]
 

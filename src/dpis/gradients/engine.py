@@ -104,7 +104,7 @@ class RecordGradients:
             Norms and sums. A record whose norm is not finite has weight zero whatever ``weigh``
             says: it contributes nothing.
         """
-        records = batches.rows(batch) // self._recorder.rows_per_record
+        records = batches.records(batch, self._recorder.rows_per_record)
         norms = [torch.zeros(0, dtype=torch.float64, device=batches.device(batch))]
         sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
         size = self.chunk(batch) if records else 1
@@ -127,7 +127,7 @@ class RecordGradients:
             self._recorder.prepare(batch)
             fitting = CHUNK_BYTES // max(1, self._recorder.bytes_per_record)
             power_of_two = 1 << max(0, fitting.bit_length() - 1)
-            records = batches.rows(batch) // self._recorder.rows_per_record
+            records = batches.records(batch, self._recorder.rows_per_record)
             self._chunk = min(power_of_two, LARGEST_CHUNK, 16 * -(-records // 16))
         return self._chunk
 

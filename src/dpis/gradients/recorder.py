@@ -95,8 +95,8 @@ class Recorder:
                 self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
 
     def _try_to_record(self, batch: Batch, present: Tensor | None) -> Tape:
-        rows = batches.rows(batch)
-        records = rows // self.rows_per_record
+        records = batches.records(batch, self.rows_per_record)
+        rows = records * self.rows_per_record
         watch, losses = self._run_planned(batch, rows)
         total = weighted_total(losses, records, self.rows_per_record, present, self._scale)
         with full_precision(total.device):
@@ -231,7 +231,7 @@ class Recorder:
 
     def _few(self, batch: Batch) -> Batch:
         """Three records; fewer are repeated."""
-        records = batches.rows(batch) // self.rows_per_record
+        records = batches.records(batch, self.rows_per_record)
         index = torch.arange(3, device=batches.device(batch)) % records
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
