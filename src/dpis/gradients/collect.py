@@ -31,10 +31,11 @@ def collect(
     """
     uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
     parts: dict[str, list[Part]] = defaultdict(list)
-    for use, grads in zip(uses, _backward(total_loss, uses), strict=True):
-        if all(grad is None for grad in grads):
-            continue  # the loss does not depend on it
-        with torch.no_grad():
+    gradients = _backward(total_loss, uses)
+    with torch.no_grad():
+        for use, grads in zip(uses, gradients, strict=True):
+            if all(grad is None for grad in grads):
+                continue  # the loss does not depend on it
             for tensor, factor in _factors(use, grads, layouts_of(use, plan, rows) or ()):
                 folded = factor.fold(factor.records // records)
                 for name, part in _parts(watch, (tensor, folded)):

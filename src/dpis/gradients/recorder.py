@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -58,6 +58,7 @@ class Recorder:
         self.rows_per_record = rows_per_record
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.bytes_per_record = 0
+        self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
         self._check, self._ready = check, False
         self._plan: Plan = {}
         self._slow: dict[str, str] = {}
@@ -131,7 +132,7 @@ class Recorder:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eagerly())
-            stack.enter_context(_packed_order(self.module, watch))
+            stack.enter_context(_packed_order(self._recurrent, watch))
             stack.enter_context(watch)
             return self.objective(self.module, batch)
 
@@ -256,7 +257,7 @@ def _eagerly() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _packed_order(module: nn.Module, watch: Watch) -> Iterator[None]:
+def _packed_order(layers: Sequence[nn.Module], watch: Watch) -> Iterator[None]:
     """Tell the watch in which order records stand in packed sequences, while a layer reads one."""
 
     def before(_: nn.Module, inputs: tuple[object, ...]) -> None:
@@ -266,7 +267,6 @@ def _packed_order(module: nn.Module, watch: Watch) -> Iterator[None]:
     def after(*_: object) -> None:
         watch.record_order = None
 
-    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
     handles = [layer.register_forward_pre_hook(before) for layer in layers]
     handles += [layer.register_forward_hook(after) for layer in layers]
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ class Tape:
     def norms(self) -> Tensor:
         """``||grad_i||`` over all parameters, for every record, in float64."""
         with torch.no_grad(), full_precision(self._device):
-            squares = [squared_norms(parts).double() for parts in self.parts.values() if parts]
-            return reduce(torch.add, squares).sqrt()
+            squares = [squared_norms(parts) for parts in self.parts.values() if parts]
+            return torch.stack(squares).sum(0, dtype=torch.float64).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.
