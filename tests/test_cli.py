@@ -64,6 +64,12 @@ def test_adaptive_plan_as_json_has_the_filter_terms(capsys):
     assert plan["grad_noise_multiplier"] == plan["noise_multiplier_z"]
 
 
+def test_a_label_is_never_taken_for_markup(capsys):
+    code, out, _ = run(capsys, *PLAN, "--accountant", "rdp", "--release", "[/foo]=50")
+    assert code == 0
+    assert "[/foo]" in out
+
+
 def test_releases_are_paid_for(capsys):
     by_rdp = [*PLAN, "--accountant", "rdp", "--json"]
     alone = json.loads(run(capsys, *by_rdp)[1])
@@ -103,6 +109,13 @@ def test_releases_are_paid_for(capsys):
         replaced("--release", "mean"),
         replaced("--release", "mean=0"),
         replaced("--release", "mean=inf"),
+        replaced("--release", "mean=1e200"),
+        replaced("--release", "mean=1e-200"),
+        replaced("--epochs", "100000000000000000000"),
+        replaced("--n-public", "1" + "0" * 400),
+        replaced("--equivalent-batch", "inf"),
+        replaced("--accountant", ""),
+        [*replaced("--batch-size", "15000"), "--mode", "adaptive"],
         replaced("--release", "mean=0.1"),
         replaced("--release", "mean=8@day"),
         [*replaced("--epsilon", "0.00001"), "--mode", "adaptive"],

@@ -190,11 +190,22 @@ def test_misuse_of_the_solver_is_refused():
         next_grad_noise(plan, epoch=1, kappa=1.0, spent=plan.rho_budget)
 
 
+def test_a_plan_made_anew_from_a_noisy_count_keeps_its_order():
+    before = plan_adaptive(Budget(1, DELTA), SMALL)
+    noisy = Workload.create(n_public=1987, batch_size=50, epochs=5)
+    after = plan_adaptive(Budget(1, DELTA), noisy, order=before.order)
+    assert (after.order, after.rho_budget) == (before.order, before.rho_budget)
+    other = plan_adaptive(Budget(1, DELTA), noisy, order=before.order + 9)
+    assert other.noise_multiplier > after.noise_multiplier
+
+
 def test_impossible_adaptive_plans_are_refused():
     with pytest.raises(InputError, match="no noise meets"):
         plan_adaptive(Budget(1e-5, DELTA), SMALL)
     with pytest.raises(InputError, match="no noise meets"):
         plan_adaptive(Budget(0.1, DELTA), SMALL, releases=[Release("mean", 1.0)])
+    with pytest.raises(InputError, match="pi_cap"):
+        plan_adaptive(Budget(1, DELTA), Workload.create(n_public=100, batch_size=80, epochs=1))
     with pytest.raises(InputError, match="a_e"):
         plan_adaptive(Budget(1, DELTA), SMALL, a_e=1.2)
     with pytest.raises(InputError, match="kappa"):

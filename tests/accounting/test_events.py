@@ -17,7 +17,9 @@ def test_json_gives_the_same_event_back(event):
     assert hash(event_from_json(event_to_json(event))) == hash(event)
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True, "2", None])
+@pytest.mark.parametrize(
+    "bad", [0, -1.0, 1e-160, 1e200, 10**400, math.nan, math.inf, True, "2", None]
+)
 def test_noise_multiplier_must_be_finite_and_positive(bad):
     with pytest.raises(InputError, match="noise_multiplier"):
         Gaussian(noise_multiplier=bad)
@@ -25,7 +27,7 @@ def test_noise_multiplier_must_be_finite_and_positive(bad):
         PoissonGaussian(sampling_rate=0.1, noise_multiplier=bad)
 
 
-@pytest.mark.parametrize("bad", [0, -0.1, 1.0000001, 1.7, math.nan])
+@pytest.mark.parametrize("bad", [0, -0.1, 1e-30, 1.0000001, 1.7, math.nan])
 def test_sampling_rate_must_be_a_probability(bad):
     with pytest.raises(InputError, match="sampling_rate"):
         PoissonGaussian(sampling_rate=bad, noise_multiplier=1.0)

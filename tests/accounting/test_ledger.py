@@ -23,6 +23,8 @@ from dpis.accounting import (
     read_ledger,
 )
 from dpis.accounting import ledger_writer as writer_module
+from dpis.accounting.events import event_to_json
+from dpis.accounting.ledger import CHAIN_ROOT, encode_line
 from dpis.errors import BrokenLedgerError, BudgetExceededError, DpisError, InputError, LedgerError
 
 STEP = PoissonGaussian(sampling_rate=0.1, noise_multiplier=3.0)
@@ -226,10 +228,82 @@ def test_reopening_goes_on_where_the_ledger_stood(tmp_path):
         assert path.read_bytes() == unbroken
 
 
-def test_two_writers_at_once_are_refused(tmp_path):
+def test_two_writers_at_once_are_refused_and_nothing_is_touched(tmp_path):
     path = tmp_path / "l.jsonl"
-    with LedgerWriter.create(path, header()), pytest.raises(InputError, match="another process"):
-        LedgerWriter.reopen(path)
+    with LedgerWriter.create(path, header()):
+        with path.open("ab") as file:
+            file.write(b'{"type":"event","ind')  # the first writer in the middle of a line
+        before = path.read_bytes()
+        with pytest.raises(InputError, match="another process"):
+            LedgerWriter.reopen(path)
+        assert path.read_bytes() == before
+
+
+def changed_header(data, **changes):
+    """The ledger with fields of its header replaced and the whole chain made anew: a careful hand."""
+    bodies = [json.loads(line) for line in data.splitlines()]
+    bodies[0].update(changes)
+    chain, lines = CHAIN_ROOT, []
+    for body in bodies:
+        body.pop("chain")
+        line, chain = encode_line(body, chain)
+        lines.append(line)
+    return b"".join(lines)
+
+
+RUN = {"label": "gradient", "event": event_to_json(STEP), "count": 4}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"claim": {"epsilon": True, "delta": 1e-5}},
+        {"claim": {"epsilon": "1", "delta": 1e-5}},
+        {"claim": {"epsilon": 10**400, "delta": 1e-5}},
+        {"claim": {"epsilon": 1.0}},
+        {"n_public": -5},
+        {"n_public": True},
+        {"n_public": 1.9},
+        {"seeded": 0},
+        {"diagnostics": None},
+        {"filter_order": "abc"},
+        {"filter_order": 8},
+        {"mode": "open"},
+        {"adjacency": "replace-one"},
+        {"planned": []},
+        {"planned": [{**RUN, "count": 2.9}]},
+        {"planned": [{**RUN, "count": -5}]},
+        {"planned": [{**RUN, "count": 10**400}]},
+        {"planned": [{**RUN, "repeat": 9}]},
+        {"planned": [{**RUN, "event": {"kind": "gaussian", "noise_multiplier": 1e-160}}]},
+        {"not_for_release": True},
+        {"versions": []},
+    ],
+    ids=str,
+)
+def test_a_header_that_is_not_understood_is_not_trusted(finished, tmp_path, changes):
+    with pytest.raises(LedgerError):
+        reading(tmp_path, changed_header(finished, **changes))
+
+
+def test_an_unchanged_header_chained_anew_is_still_read(finished, tmp_path):
+    assert changed_header(finished) == finished
+    assert reading(tmp_path, finished).end is not None
+
+
+@pytest.mark.parametrize(
+    "change", [{"repeat": 1000}, {"index": True}, {"label": 3}, {"type": "gift"}], ids=str
+)
+def test_a_line_that_is_not_understood_is_not_trusted(finished, tmp_path, change):
+    bodies = [json.loads(line) for line in finished.splitlines()]
+    bodies[2].update(change)
+    chain, lines = CHAIN_ROOT, []
+    for body in bodies:
+        body.pop("chain")
+        line, chain = encode_line(body, chain)
+        lines.append(line)
+    with pytest.raises(BrokenLedgerError, match="line 3"):
+        reading(tmp_path, b"".join(lines))
 
 
 def test_a_full_disk_stops_the_run(tmp_path, monkeypatch):
@@ -243,7 +317,7 @@ def test_a_full_disk_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(LedgerError, match=r"No space left.*not released"):
         ledger.record("mean", RUNS[0].event)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(LedgerError, match="closed"):
         ledger.record("gradient", STEP)
 
 
@@ -282,8 +356,16 @@ def test_a_killed_process_leaves_every_event_behind(tmp_path):
 def test_headers_that_cannot_be_checked_are_refused():
     with pytest.raises(InputError, match="planned"):
         header(planned=())
+    with pytest.raises(InputError, match="no filter"):
+        header(filter_order=8)
     with pytest.raises(InputError, match="Renyi order"):
         header(mode=Mode.ADAPTIVE, planned=())
+    with pytest.raises(InputError, match="no plan"):
+        header(mode=Mode.ADAPTIVE, filter_order=8)
+    with pytest.raises(InputError, match="not predeclared"):
+        header(n_public_source=CountSource.RELEASED)
+    with pytest.raises(InputError, match="n_public"):
+        header(n_public=0)
     with pytest.raises(InputError, match="zero-out"):
         header(n_public_source=CountSource.DATASET_LENGTH)
     header(n_public_source=CountSource.DATASET_LENGTH, adjacency=Adjacency.ZERO_OUT)

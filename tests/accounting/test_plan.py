@@ -16,7 +16,12 @@ from dpis.accounting import (
     exponential_decay,
     plan_predeclared,
 )
-from dpis.accounting.workload import GRADIENT, composition_of, planned_runs
+from dpis.accounting.workload import (
+    GRADIENT,
+    composition_of,
+    planned_runs,
+    releases_over_run,
+)
 from dpis.errors import InputError
 
 DELTA = 1e-5
@@ -145,11 +150,11 @@ def test_a_release_is_paid_for_by_more_gradient_noise():
     assert beside.epsilon <= 1
 
 
-def law_k_star_is_an_unsampled_gaussian(release=Release):
+def law_k_star_is_an_unsampled_gaussian():
+    workload = Workload.create(n_public=1000, batch_size=100, epochs=5)
     for cadence, times in [(Cadence.ONCE, 1), (Cadence.EACH_EPOCH, 5), (Cadence.BETWEEN_EPOCHS, 4)]:
-        star = release("K*", 20.0, cadence)
-        assert star.event == Gaussian(noise_multiplier=20.0)
-        assert star.times(5) == times
+        spent = dict(releases_over_run(workload, [Release("K*", 20.0, cadence)]))
+        assert spent == {Gaussian(noise_multiplier=20.0): times}
 
 
 def test_k_star_is_an_unsampled_gaussian_once_an_epoch():
@@ -188,7 +193,7 @@ def test_impossible_workloads_are_refused(changes, message):
         Workload.create(**{"n_public": 1000, "batch_size": 100, "epochs": 3, **changes})
 
 
-@pytest.mark.parametrize("epsilon", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("epsilon", [0, -1, math.nan, math.inf, 1e6])
 def test_epsilon_must_be_positive_and_finite(epsilon):
     with pytest.raises(InputError, match="epsilon"):
         Budget(epsilon, DELTA)
@@ -204,6 +209,18 @@ def test_a_budget_that_no_noise_can_meet_is_refused():
     workload = Workload.create(n_public=1000, batch_size=100, epochs=3)
     with pytest.raises(InputError, match=r"no noise meets.*mean"):
         plan_predeclared(Budget(0.1, DELTA), workload, releases=[Release("mean", 2.0)])
+
+
+def test_a_release_that_only_pld_can_afford_is_planned_for():
+    """At 3.9 the release alone costs 0.95 by PLD and more than 1 by Renyi."""
+    workload = Workload.create(n_public=10_000, batch_size=100, epochs=1)
+    plan = plan_predeclared(Budget(1, DELTA), workload, releases=[Release("mean", 3.9)])
+    assert 0.999 < plan.epsilon <= 1
+
+
+def test_a_release_cannot_pass_for_an_iteration():
+    with pytest.raises(InputError, match="label"):
+        Release(GRADIENT, 8.0)
 
 
 def test_a_split_budget_adds_up():

@@ -1,5 +1,7 @@
+import dataclasses
 import functools
 import hashlib
+import math
 
 import pytest
 
@@ -7,6 +9,7 @@ from dpis.accounting import (
     Adjacency,
     Budget,
     CountSource,
+    Gaussian,
     Header,
     LedgerWriter,
     Mode,
@@ -19,6 +22,7 @@ from dpis.accounting import (
     plan_predeclared,
     verify_ledger,
 )
+from dpis.accounting import verify as verify_module
 from dpis.accounting.ledger import CHAIN_ROOT, Entry, encode_line, entry_body, header_body
 from dpis.errors import BrokenLedgerError
 
@@ -170,6 +174,30 @@ def test_a_finished_adaptive_run_holds(tmp_path):
     verdict = verify_ledger(tmp_path / "l")
     assert verdict.holds
     assert 0.999 < verdict.epsilon_spent <= 1.0 + 1e-9
+
+
+def test_a_released_count_must_be_charged_first(tmp_path):
+    plan = plan_adaptive(CLAIM, WORKLOAD)
+    released = dataclasses.replace(adaptive_header(plan), n_public_source=CountSource.RELEASED)
+    step = adaptive_step(WORKLOAD, plan.noise_multiplier, 1.0)
+    with pytest.raises(BrokenLedgerError, match=r"line 2.*count"):
+        verify_ledger(forge(tmp_path / "uncharged", released, [step]))
+    with LedgerWriter.create(tmp_path / "charged", released) as ledger:
+        ledger.record("count", Gaussian(noise_multiplier=800.0))
+        ledger.record("gradient", step)
+        ledger.finish("0" * 64)
+    assert verify_ledger(tmp_path / "charged").holds
+
+
+def test_what_cannot_be_computed_proves_nothing(tmp_path, header, monkeypatch):
+    path = write_run(tmp_path / "l", header)
+    monkeypatch.setattr(
+        verify_module.rdp.RdpAccountant, "get_epsilon", lambda self, delta: math.nan
+    )
+    monkeypatch.setattr(
+        verify_module.pld.PLDAccountant, "get_epsilon", lambda self, delta: math.nan
+    )
+    assert not verify_ledger(path).holds
 
 
 def law_an_overrun_filter_is_found_out_at_its_line(folder, verify=verify_ledger):

@@ -65,10 +65,17 @@ class TestChunks:
         assert {value.dtype for value in result.sums.values()} == {torch.float64}
 
     def test_the_chunk_is_chosen_once_and_fits(self) -> None:
-        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss())
-        assert gradients.chunk(labelled(1000)) == 512
-        assert gradients.chunk(labelled(3)) == 512
-        assert RecordGradients(mlp(), nn.CrossEntropyLoss()).chunk(labelled(20)) == 32
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss(), expected_records=1000)
+        assert gradients.chunk(labelled(1000)) == gradients.chunk(labelled(3)) == 512
+
+    def test_the_size_of_a_batch_never_decides_the_chunk(self) -> None:
+        """It is private, and the chunk's shape shows in the last bits of every norm."""
+        chunks = {
+            RecordGradients(mlp(), nn.CrossEntropyLoss()).chunk(labelled(n)) for n in (3, 40, 999)
+        }
+        assert len(chunks) == 1
+        expecting = RecordGradients(mlp(), nn.CrossEntropyLoss(), expected_records=20)
+        assert expecting.chunk(labelled(20)) == expecting.chunk(labelled(3)) == 32
 
 
 # Shapes that are ours: a norm may not change by one bit with the neighbours of a record.

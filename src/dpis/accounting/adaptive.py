@@ -21,12 +21,13 @@ from dpis.accounting.renyi import (
     renyi_divergence,
 )
 from dpis.accounting.workload import (
+    GRADIENT,
     Cadence,
     PlannedRun,
     Release,
     Workload,
-    composition_of,
     planned_runs,
+    releases_over_run,
 )
 from dpis.errors import BudgetExceededError, InputError
 
@@ -111,6 +112,8 @@ def plan_adaptive(
     workload: Workload,
     *,
     a_e: float = 0.8,
+    pi_cap: float = 0.5,
+    order: int | None = None,
     adjacency: Adjacency = Adjacency.ADD_REMOVE,
     releases: Sequence[Release] = (),
     norm_releases_per_epoch: Sequence[Cadence] = (Cadence.EACH_EPOCH,),
@@ -123,6 +126,9 @@ def plan_adaptive(
         budget: The promise to keep.
         workload: Its kappa must be 1: the real one is released, epoch by epoch.
         a_e: The share of epochs that budget for the future as if kappa were 1.
+        pi_cap: The largest inclusion probability that released norm sums may lead to.
+        order: The filter's order, if it is fixed already: a plan made anew from a noisy count must keep the order that
+            was chosen before the count was released.
         adjacency: Which data sets are kept apart.
         releases: Further noisy statistics with their noise (a noisy N, K* has its own cadence below).
         norm_releases_per_epoch: One cadence for each norm sum: K' each epoch; with adaptive clipping K* too.
@@ -133,14 +139,16 @@ def plan_adaptive(
         raise InputError(
             "the adaptive mode releases kappa during the run: leave kappa out, or use the predeclared mode"
         )
-    epochs = workload.epochs
-    norm_sums = sum(Release("", 1.0, cadence).times(epochs) for cadence in norm_releases_per_epoch)
-    others = composition_of([PlannedRun(r.label, r.event, r.times(epochs)) for r in releases])
+    NormSumBounds.create(
+        n_public=workload.n_public, batch_size=workload.batch_size, clip_norm=1.0, pi_cap=pi_cap
+    )
+    unit = [Release(NORM_SUM, 1.0, cadence) for cadence in norm_releases_per_epoch]
+    norm_sums = releases_over_run(workload, unit).events
+    others = releases_over_run(workload, releases)
     fixed_costs = {
-        order: _norm_sum_cost(budget, workload.n_public, norm_sums, order)
-        + composed_divergence(others, order)
-        for order in INTEGER_ORDERS
-        if renyi_budget(budget, order) > 0
+        a: _norm_sum_cost(budget, workload.n_public, norm_sums, a) + composed_divergence(others, a)
+        for a in (INTEGER_ORDERS if order is None else (order,))
+        if renyi_budget(budget, a) > 0
     }
     order, z = _public_plan(budget, workload, fixed_costs)
     sigma_k = _norm_noise_multiplier(budget, workload.n_public, norm_sums, order)
@@ -246,10 +254,12 @@ def adaptive_step(
 
 
 def _reserved(plan: AdaptivePlan, epoch: int) -> float:
-    """What the releases after this epoch's own will cost."""
-    later = plan.workload.epochs - epoch
-    still = {Cadence.ONCE: 0, Cadence.EACH_EPOCH: later, Cadence.BETWEEN_EPOCHS: later}
-    return math.fsum(
-        still[release.cadence] * renyi_divergence(release.event, plan.order)
-        for release in plan.releases
-    )
+    """What the releases after this epoch's steps will cost."""
+    epochs_begun = 0
+    reserved = []
+    for run in plan.runs:
+        if run.label == GRADIENT:
+            epochs_begun += 1
+        elif epochs_begun >= epoch:
+            reserved.append(run.count * renyi_divergence(run.event, plan.order))
+    return math.fsum(reserved)

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from dpis.errors import InputError
 
+LARGEST_EPSILON = 1000.0
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -17,8 +19,12 @@ class Budget:
     delta: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+        if not 0 < self.epsilon < math.inf:
             raise InputError(f"epsilon must be a finite number above 0, found {self.epsilon!r}")
+        if self.epsilon > LARGEST_EPSILON:
+            raise InputError(
+                f"epsilon = {self.epsilon:g} is no promise any more: the largest taken is {LARGEST_EPSILON:g}"
+            )
         if not 0 < self.delta < 1:
             raise InputError(f"delta must lie strictly between 0 and 1, found {self.delta!r}")
 

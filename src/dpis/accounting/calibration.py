@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dpis.errors import InputError
 
-LARGEST_PARAMETER = 1e12
+SMALLEST_PARAMETER, LARGEST_PARAMETER = 1e-2, 1e10
 _LONGEST_STEP = math.log(16.0)
 _SMALLEST_LOG = math.log(1e-300)
 
@@ -45,7 +45,7 @@ def smallest_parameter(
     The value returned was itself evaluated and met the target: rounding can cost noise, never privacy.
 
     Args:
-        epsilon_of: Decreasing; may return 0 or ``inf``.
+        epsilon_of: Decreasing; may return 0 or ``inf``. NaN counts as ``inf``.
         target: Above 0.
         guess: Where to look first.
         slope: ``d log epsilon / d log x`` near the guess, if known: it saves an evaluation.
@@ -53,7 +53,8 @@ def smallest_parameter(
         most_evaluations: After so many without an answer the search gives up with an error.
 
     Raises:
-        InputError: No parameter up to `LARGEST_PARAMETER` meets the target.
+        InputError: No parameter up to `LARGEST_PARAMETER` meets the target. (Below `SMALLEST_PARAMETER` none is tried:
+            so little noise would be no protection at all.)
     """
     low, high = -math.inf, math.inf  # the largest log x known too small, the smallest known private
     before: _Point | None = None
@@ -61,12 +62,16 @@ def smallest_parameter(
     for _ in range(most_evaluations):
         if log_x > math.log(LARGEST_PARAMETER):
             break
+        log_x = max(log_x, math.log(SMALLEST_PARAMETER))
         epsilon = epsilon_of(math.exp(log_x))
+        if math.isnan(epsilon):
+            epsilon = math.inf  # what cannot be established is not private
         log_epsilon = math.log(epsilon) if epsilon > 0 else _SMALLEST_LOG
         now = _Point(log_x, log_epsilon - math.log(target))
         low, high = (low, log_x) if now.private else (log_x, high)
         slope = _slope(before, now) or slope
-        if high - low <= tolerance or _close(now, slope, tolerance):
+        at_the_end = now.private and log_x <= math.log(SMALLEST_PARAMETER)
+        if at_the_end or high - low <= tolerance or _close(now, slope, tolerance):
             return math.exp(high)
         before, log_x = now, _propose(now, slope, low, high, tolerance)
     raise InputError(

@@ -7,7 +7,6 @@ is measured in units of the largest change one record can make.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +15,21 @@ import dp_accounting
 
 from dpis.errors import InputError
 
+LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
+SMALLEST_RATE = 1e-15
+"""Numbers outside are refused: such an event protects nothing, or overflows the accounting."""
 
-def _positive_finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f"{name} must be a finite number above 0, found {value!r}")
-    if value <= 0:
-        raise InputError(f"{name} must be a finite number above 0, found {value!r}")
+
+def _number(name: str, value: float, least: float, most: float) -> float:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not least <= value <= most:  # a NaN fails both comparisons
+        shown = value if plain and abs(value) < 1e300 else type(value).__name__
+        raise InputError(f"{name} must be a number from {least:g} to {most:g}, found {shown!r}")
     return float(value)
+
+
+def _noise_multiplier(value: float) -> float:
+    return _number("noise_multiplier", value, LEAST_NOISE, MOST_NOISE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +39,7 @@ class Gaussian:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        checked = _positive_finite("noise_multiplier", self.noise_multiplier)
-        object.__setattr__(self, "noise_multiplier", checked)
+        object.__setattr__(self, "noise_multiplier", _noise_multiplier(self.noise_multiplier))
 
     def to_dp_accounting(self) -> dp_accounting.DpEvent:
         """The same event in dp-accounting's words."""
@@ -56,12 +62,9 @@ class PoissonGaussian:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        rate = _positive_finite("sampling_rate", self.sampling_rate)
-        if rate > 1:
-            raise InputError(f"sampling_rate must lie in (0, 1], found {rate!r}")
-        checked = _positive_finite("noise_multiplier", self.noise_multiplier)
+        rate = _number("sampling_rate", self.sampling_rate, SMALLEST_RATE, 1.0)
         object.__setattr__(self, "sampling_rate", rate)
-        object.__setattr__(self, "noise_multiplier", checked)
+        object.__setattr__(self, "noise_multiplier", _noise_multiplier(self.noise_multiplier))
 
     def to_dp_accounting(self) -> dp_accounting.DpEvent:
         """The same event in dp-accounting's words."""

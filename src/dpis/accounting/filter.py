@@ -16,6 +16,8 @@ from dpis.accounting.renyi import best_order, renyi_budget, renyi_divergence
 from dpis.accounting.workload import PlannedRun, composition_of
 from dpis.errors import BudgetExceededError, InputError
 
+LARGEST_ORDER = 100_000
+
 
 class Guard(ABC):
     """Admits events one by one, as long as the claim holds."""
@@ -40,8 +42,10 @@ class RenyiFilter(Guard):
     """
 
     def __init__(self, budget: Budget, order: int):
-        if isinstance(order, bool) or not isinstance(order, int) or order < 2:
-            raise InputError(f"the filter's order must be a whole number >= 2, found {order!r}")
+        if isinstance(order, bool) or not isinstance(order, int) or not 2 <= order <= LARGEST_ORDER:
+            raise InputError(
+                f"the filter's order must be a whole number from 2 to {LARGEST_ORDER:,}"
+            )
         self.order = order
         self.rho_budget = renyi_budget(budget, order)
         if self.rho_budget <= 0:

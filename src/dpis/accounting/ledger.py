@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,10 +21,11 @@ from typing import Any
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Event, event_from_json, event_to_json
 from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter
-from dpis.accounting.workload import PlannedRun
+from dpis.accounting.workload import MOST_RECORDS, PlannedRun
 from dpis.errors import BrokenLedgerError, InputError, LedgerError
 
 FORMAT = "dpis-ledger/1"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 CHAIN_ROOT = hashlib.sha256(FORMAT.encode()).hexdigest()
 
 
@@ -65,21 +67,30 @@ class Header:
     """Private values were shown to the operator: not for release."""
 
     def __post_init__(self) -> None:
-        if self.mode is Mode.ADAPTIVE and self.filter_order is None:
-            raise InputError("an adaptive run's header needs the filter's Renyi order")
-        if self.mode is Mode.PREDECLARED and not self.planned:
-            raise InputError("a predeclared run's header needs the planned events")
-        if (
-            self.n_public_source is CountSource.DATASET_LENGTH
-            and self.adjacency is not Adjacency.ZERO_OUT
-        ):
+        adaptive, released = (
+            self.mode is Mode.ADAPTIVE,
+            self.n_public_source is CountSource.RELEASED,
+        )
+        if adaptive and (self.filter_order is None or self.planned):
+            raise InputError("an adaptive run's header needs the filter's Renyi order, and no plan")
+        if not adaptive and (not self.planned or self.filter_order is not None):
+            raise InputError("a predeclared run's header needs the planned events, and no filter")
+        if not 1 <= self.n_public <= MOST_RECORDS:
+            raise InputError(f"n_public must lie in 1..{MOST_RECORDS:,}, found {self.n_public}")
+        if released and not adaptive:
+            raise InputError(
+                "a plan that rests on a released count of records is not predeclared: use the adaptive mode"
+            )
+        read = self.n_public_source is CountSource.DATASET_LENGTH
+        if read and self.adjacency is not Adjacency.ZERO_OUT:
             raise InputError(
                 "n_public read from the data set makes the number of records public: adjacency must be zero-out"
             )
 
     def guard(self) -> Guard:
         """The guard that every event of this run must pass."""
-        if self.filter_order is not None:
+        if self.mode is Mode.ADAPTIVE:
+            assert self.filter_order is not None
             return RenyiFilter(self.claim, self.filter_order)
         return PlannedSequence(self.planned, self.claim.delta)
 
@@ -131,7 +142,7 @@ def header_body(header: Header) -> dict[str, Any]:
     return {
         "type": "header",
         "format": FORMAT,
-        "claim": {"epsilon": header.claim.epsilon, "delta": header.claim.delta},
+        "claim": {"epsilon": float(header.claim.epsilon), "delta": float(header.claim.delta)},
         "adjacency": header.adjacency.value,
         "n_public": header.n_public,
         "n_public_source": header.n_public_source.value,
@@ -147,22 +158,59 @@ def header_body(header: Header) -> dict[str, Any]:
     }
 
 
+_HEADER_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "type": str,
+    "format": str,
+    "claim": dict,
+    "adjacency": str,
+    "n_public": int,
+    "n_public_source": str,
+    "mode": str,
+    "planned": list,
+    "filter_order": (int, type(None)),
+    "versions": dict,
+    "seeded": bool,
+    "diagnostics": bool,
+}
+_EVENT_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "type": str,
+    "index": int,
+    "label": str,
+    "event": dict,
+}
+_END_FIELDS: dict[str, type | tuple[type, ...]] = {"type": str, "events": int, "model_sha256": str}
+_RUN_FIELDS: dict[str, type | tuple[type, ...]] = {"label": str, "event": dict, "count": int}
+_CLAIM_FIELDS: dict[str, type | tuple[type, ...]] = {"epsilon": float, "delta": float}
+
+
+def _fields(body: object, expected: Mapping[str, type | tuple[type, ...]]) -> Mapping[str, Any]:
+    """The object itself, if it has exactly these fields of these types: what is not understood is not trusted."""
+    if not isinstance(body, Mapping) or set(body) - {"chain"} != set(expected):
+        raise InputError(f"exactly the fields {sorted(expected)} are required")
+    for name, kind in expected.items():
+        value = body[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InputError(f"field {name!r} has the wrong type: {type(value).__name__}")
+    return body
+
+
 def _header_from_body(body: Mapping[str, Any]) -> Header:
-    claim = body["claim"]
+    body = _fields(body, _HEADER_FIELDS)
+    claim = _fields(body["claim"], _CLAIM_FIELDS)
+    runs = [_fields(run, _RUN_FIELDS) for run in body["planned"]]
     return Header(
-        claim=Budget(float(claim["epsilon"]), float(claim["delta"])),
+        claim=Budget(claim["epsilon"], claim["delta"]),
         adjacency=Adjacency.parse(body["adjacency"]),
-        n_public=int(body["n_public"]),
+        n_public=body["n_public"],
         n_public_source=CountSource(body["n_public_source"]),
         mode=Mode(body["mode"]),
         planned=tuple(
-            PlannedRun(str(run["label"]), event_from_json(run["event"]), int(run["count"]))
-            for run in body["planned"]
+            PlannedRun(run["label"], event_from_json(run["event"]), run["count"]) for run in runs
         ),
         filter_order=body["filter_order"],
-        versions=dict(body["versions"]),
-        seeded=bool(body["seeded"]),
-        diagnostics=bool(body["diagnostics"]),
+        versions={str(name): str(version) for name, version in body["versions"].items()},
+        seeded=body["seeded"],
+        diagnostics=body["diagnostics"],
     )
 
 
@@ -260,18 +308,26 @@ def _checked_chain(number: int, line: bytes, previous: str) -> str:
 
 
 def _read_line(number: int, body: Mapping[str, Any], index: int) -> Entry | End:
+    kind = body.get("type")
+    if kind not in ("event", "end"):
+        raise BrokenLedgerError(number, f"unknown type of line {kind!r}")
     try:
-        if body["type"] == "event":
-            if body["index"] != index:
-                raise BrokenLedgerError(number, f"event {index} expected, found {body['index']!r}")
-            return Entry(str(body["label"]), event_from_json(body["event"]))
-        if body["type"] == "end":
-            if body["events"] != index:
-                raise BrokenLedgerError(
-                    number,
-                    f"the end line counts {body['events']!r} events, the ledger holds {index}",
-                )
-            return End(index, str(body["model_sha256"]))
-    except (KeyError, TypeError, InputError) as error:
+        if kind == "event":
+            fields = _fields(body, _EVENT_FIELDS)
+            found, item = fields["index"], Entry(fields["label"], event_from_json(fields["event"]))
+            if found != index:
+                raise InputError(f"event {index} expected, found {found}")
+            return item
+        fields = _fields(body, _END_FIELDS)
+        if fields["events"] != index:
+            raise InputError(f"it counts {fields['events']} events, the ledger holds {index}")
+        return End(index, checked_sha256(fields["model_sha256"]))
+    except InputError as error:
         raise BrokenLedgerError(number, f"not a line of a ledger: {error}") from None
-    raise BrokenLedgerError(number, f"unknown type of line {body['type']!r}")
+
+
+def checked_sha256(digest: str) -> str:
+    """The digest itself, if it has the form of one."""
+    if not _SHA256.fullmatch(digest):
+        raise InputError(f"a sha256 has 64 hexadecimal digits, found {digest!r}")
+    return digest

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dpis.accounting.events import Event
 from dpis.accounting.filter import Guard
@@ -18,6 +17,8 @@ from dpis.accounting.ledger import (
     End,
     Entry,
     Header,
+    Ledger,
+    checked_sha256,
     complete_lines,
     encode_line,
     end_body,
@@ -26,8 +27,6 @@ from dpis.accounting.ledger import (
     read_ledger,
 )
 from dpis.errors import BrokenLedgerError, DpisError, InputError, LedgerError
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class LedgerWriter:
@@ -47,22 +46,20 @@ class LedgerWriter:
         1
     """
 
-    def __init__(self, path: Path, header: Header, guard: Guard, recorded: int, chain: str):
+    def __init__(self, file: BinaryIO, path: Path, header: Header, guard: Guard):
         self.path = path
         self.header = header
         self.guard = guard
-        self.recorded = recorded
-        self._chain = chain
-        self._file = path.open("ab")
-        _lock(self._file, path)
+        self.recorded = 0
+        self._chain = CHAIN_ROOT
+        self._file = file
 
     @classmethod
     def create(cls, path: Path, header: Header) -> LedgerWriter:
         """Begin a new ledger. A file that exists is never written over."""
         guard = header.guard()
-        line, chain = encode_line(header_body(header), CHAIN_ROOT)
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            file = path.open("xb")
         except FileExistsError:
             raise InputError(
                 f"{path} exists already: a ledger is never written over, since it would hide what was spent. "
@@ -70,10 +67,11 @@ class LedgerWriter:
             ) from None
         except OSError as error:
             raise InputError(f"cannot write the ledger {path}: {error.strerror}") from None
-        with os.fdopen(descriptor, "wb") as file:
-            _write_through(file, path, line)
+        _lock(file, path)
+        writer = cls(file, path, header, guard)
+        writer._append([header_body(header)])
         _sync_folder(path.parent)
-        return cls(path, header, guard, 0, chain)
+        return writer
 
     @classmethod
     def reopen(cls, path: Path) -> LedgerWriter:
@@ -82,19 +80,34 @@ class LedgerWriter:
         A torn last line is cut off first. Its event counts as spent, so the one thing that may follow is that
         same event again, with the same randomness; the guard stands where it stood before it.
         """
-        ledger = read_ledger(path)
-        if ledger.end is not None:
-            raise InputError(f"{path} is finished: nothing may be added to it")
-        guard = ledger.header.guard()
+        try:
+            file = path.open("r+b")
+        except OSError as error:
+            raise LedgerError(f"cannot open the ledger {path}: {error.strerror}") from None
+        _lock(file, path)  # before anything is read: another writer may still be at work
+        try:
+            ledger = read_ledger(path)
+            if ledger.end is not None:
+                raise InputError(f"{path} is finished: nothing may be added to it")
+            writer = cls(file, path, ledger.header, ledger.header.guard())
+            writer._catch_up(ledger)
+        except DpisError:
+            file.close()
+            raise
+        return writer
+
+    def _catch_up(self, ledger: Ledger) -> None:
+        """Spend again what the ledger holds, and stand at the end of its last whole line."""
         for number, entry in enumerate(ledger.entries, start=2):
             try:
-                guard.admit(entry.event)
+                self.guard.admit(entry.event)
             except DpisError as error:
                 raise BrokenLedgerError(number, str(error)) from None
-        lines = complete_lines(path.read_bytes())
-        if ledger.torn:
-            os.truncate(path, sum(len(line) + 1 for line in lines))
-        return cls(path, ledger.header, guard, len(ledger.entries), json.loads(lines[-1])["chain"])
+        lines = complete_lines(self.path.read_bytes())
+        self.recorded = len(ledger.entries)
+        self._chain = json.loads(lines[-1])["chain"]
+        self._file.truncate(sum(len(line) + 1 for line in lines))
+        self._file.seek(0, os.SEEK_END)
 
     def record(self, label: str, event: Event) -> None:
         """Spend one event: refused by the guard, or on disk when this returns."""
@@ -106,23 +119,45 @@ class LedgerWriter:
         A crash then leaves a ledger that claims more than was released, never less. If the guard
         refuses one of them, those before it are recorded and the refusal is raised.
         """
-        lines = []
+        bodies: list[dict[str, Any]] = []
         try:
             for entry in entries:
+                body = entry_body(self.recorded + len(bodies), entry)
                 self.guard.admit(entry.event)
-                line, self._chain = encode_line(entry_body(self.recorded, entry), self._chain)
-                lines.append(line)
-                self.recorded += 1
+                bodies.append(body)
         finally:
-            _write_through(self._file, self.path, b"".join(lines))
+            self._append(bodies)
+            self.recorded += len(bodies)
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model."""
-        if not _SHA256.fullmatch(model_sha256):
-            raise InputError(f"a sha256 has 64 hexadecimal digits, found {model_sha256!r}")
-        line, self._chain = encode_line(end_body(End(self.recorded, model_sha256)), self._chain)
-        _write_through(self._file, self.path, line)
+        self._append([end_body(End(self.recorded, checked_sha256(model_sha256)))])
         self.close()
+
+    def _append(self, bodies: Iterable[dict[str, Any]]) -> None:
+        """Chain the lines and write them to the disk itself.
+
+        After a failure the file is closed: no event may follow a torn line.
+        """
+        if self._file.closed:
+            raise LedgerError(
+                f"the ledger {self.path} is closed: nothing more can be recorded, so nothing released"
+            )
+        lines = []
+        for body in bodies:
+            line, self._chain = encode_line(body, self._chain)
+            lines.append(line)
+        try:
+            _write_through(self._file, b"".join(lines))
+        except OSError as error:
+            with contextlib.suppress(
+                OSError
+            ):  # what could not be flushed stays torn, and counts as spent
+                self._file.close()
+            raise LedgerError(
+                f"cannot write the ledger {self.path}: {error.strerror}. "
+                "The run must stop: the event was not released"
+            ) from None
 
     def close(self) -> None:
         """Let go of the file; an unfinished run can be resumed."""
@@ -140,20 +175,10 @@ class LedgerWriter:
         self.close()
 
 
-def _write_through(file: BinaryIO, path: Path, data: bytes) -> None:
-    """Write to the disk itself. After a failure the file is closed: no event may follow a torn line."""
-    try:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:
-        with contextlib.suppress(
-            OSError
-        ):  # what could not be flushed stays torn, and counts as spent
-            file.close()
-        raise LedgerError(
-            f"cannot write the ledger {path}: {error.strerror}. The run must stop: the event was not released"
-        ) from None
+def _write_through(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

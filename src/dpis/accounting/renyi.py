@@ -78,8 +78,13 @@ def best_order(
     The minimum is sound for a composition fixed beforehand; a run whose events depend on what it
     released must stay at one order (`dpis.accounting.filter`).
     """
+    merged = tuple(composition)
     epsilon, order = min(
-        (composed_divergence(composition, order) + conversion_offset(order, delta), order)
+        (
+            math.fsum(count * renyi_divergence(event, order) for event, count in merged)
+            + conversion_offset(order, delta),
+            order,
+        )
         for order in orders
     )
     return max(0.0, epsilon), order

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import dp_accounting
 from dp_accounting import pld, rdp
 
-from dpis.accounting.events import Composition, Event
-from dpis.accounting.ledger import Header, Ledger, Mode, read_ledger
-from dpis.errors import BrokenLedgerError, LedgerError
+from dpis.accounting.events import Composition, Event, Gaussian
+from dpis.accounting.filter import LARGEST_ORDER
+from dpis.accounting.ledger import CountSource, Ledger, Mode, read_ledger
+from dpis.accounting.pld import delta_to_ask_for
+from dpis.errors import BrokenLedgerError, InputError, LedgerError
 
 _ROUNDING = 1e-9
 """Relative slack for the same sum taken in another order."""
 
 _INTERVALS = tuple(1e-4 / 4**i for i in range(6))
-_SMALLEST_PLD_DELTA = 1e-9
+
+COUNT = "count"
+"""The ledger's label of a noisy number of records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def verify_ledger(path: Path, model: Path | None = None) -> Verdict:
     else:
         spent = claimable = _check_adaptive(ledger)
     problem = None
-    if claimable > header.claim.epsilon * (1 + _ROUNDING):
+    if not claimable <= header.claim.epsilon * (1 + _ROUNDING):
         problem = f"line 1: claims epsilon = {header.claim.epsilon:g}, but its events cost {claimable:.6g}"
     elif ledger.end is None:
         problem = _unfinished(ledger)
@@ -88,8 +91,9 @@ def _unfinished(ledger: Ledger) -> str:
 
 def _check_predeclared(ledger: Ledger) -> tuple[float, float]:
     """Each event is the plan's next, or dominated by it. Returns epsilon of what was recorded, and of the plan."""
-    planned = _planned_events(ledger.header)
+    planned = (run.event for run in ledger.header.planned for _ in range(run.count))
     recorded: list[Event] = []
+    as_planned = True
     for number, entry in enumerate(ledger.entries, start=2):
         expected = next(planned, None)
         if expected is None:
@@ -100,37 +104,36 @@ def _check_predeclared(ledger: Ledger) -> tuple[float, float]:
             raise BrokenLedgerError(
                 number, f"{entry.event} is not covered by the plan's {expected}"
             )
+        as_planned = as_planned and expected == entry.event
         recorded.append(entry.event)
-    if ledger.torn and (lost := next(planned, None)) is not None:
+    lost = next(planned, None)
+    if ledger.torn and lost is not None:
         recorded.append(lost)
     claim = ledger.header.claim
-    whole = list(_planned_events(ledger.header))
+    whole = Composition(tuple((run.event, run.count) for run in ledger.header.planned))
     claimable = _epsilon(whole, claim.delta, claim.epsilon)
-    if recorded == whole:
+    if as_planned and len(recorded) == whole.events:
         return claimable, claimable
-    return min(claimable, _epsilon(recorded, claim.delta, claim.epsilon)), claimable
-
-
-def _planned_events(header: Header) -> Iterator[Event]:
-    return (run.event for run in header.planned for _ in range(run.count))
+    spent = _epsilon(Composition.of(*recorded), claim.delta, claim.epsilon)
+    return min(claimable, spent), claimable
 
 
 def _check_adaptive(ledger: Ledger) -> float:
     """The filter's invariant at every line: epsilon at its one order never passes the claim."""
     claim, order = ledger.header.claim, ledger.header.filter_order
-    if order is None or order != int(order) or order < 2:
-        raise BrokenLedgerError(1, f"a filter needs one integer order >= 2, found {order!r}")
+    if order is None or not 2 <= order <= LARGEST_ORDER:
+        raise BrokenLedgerError(1, f"a filter needs one integer order from 2 to {LARGEST_ORDER:,}")
+    if ledger.header.n_public_source is CountSource.RELEASED:
+        _require_charged_count(ledger)
     costs: dict[Event, float] = {}
-    spent: list[float] = []
     total, epsilon = 0.0, 0.0
     for number, entry in enumerate(ledger.entries, start=2):
         if entry.event not in costs:
             accountant = rdp.RdpAccountant([order])
             accountant.compose(entry.event.to_dp_accounting())
-            costs[entry.event] = max(0.0, float(accountant.rdp[0]))
-        spent.append(costs[entry.event])
-        total += spent[-1]
-        epsilon = float(rdp.compute_epsilon([order], [total], claim.delta)[0])
+            costs[entry.event] = max(0.0, _or_infinite(accountant.rdp[0]))
+        total += costs[entry.event]
+        epsilon = _or_infinite(rdp.compute_epsilon([order], [total], claim.delta)[0])
         if not epsilon <= claim.epsilon * (1 + _ROUNDING):
             raise BrokenLedgerError(
                 number,
@@ -140,22 +143,34 @@ def _check_adaptive(ledger: Ledger) -> float:
     return claim.epsilon if ledger.torn else epsilon
 
 
-def _epsilon(events: Sequence[Event], delta: float, claim: float) -> float:
+def _require_charged_count(ledger: Ledger) -> None:
+    """A released number of records is itself an event, before whatever depends on it."""
+    first = ledger.entries[0] if ledger.entries else None
+    if first is not None and not (first.label == COUNT and isinstance(first.event, Gaussian)):
+        raise BrokenLedgerError(
+            2, f"n_public was released, so the first event must be its Gaussian, labelled {COUNT!r}"
+        )
+
+
+def _epsilon(composition: Composition, delta: float, claim: float) -> float:
     """The smallest upper bound found: Renyi first, then PLD, ever finer until it settles above or below the claim."""
-    if not events:
+    if not composition.events:
         return 0.0
-    event = Composition.of(*events).to_dp_accounting()
+    event = composition.to_dp_accounting()
     by_renyi = rdp.RdpAccountant()
     by_renyi.compose(event)
-    best = float(by_renyi.get_epsilon(delta))
-    if delta < _SMALLEST_PLD_DELTA:
-        return best
+    best = _or_infinite(by_renyi.get_epsilon(delta))
+    try:
+        asked = delta_to_ask_for(delta, composition.events)
+    except InputError:
+        return best  # too small a delta for PLD: Renyi alone can prove it
     before = math.inf
     for interval in _INTERVALS:
-        now = _pld_epsilon(event, delta, interval)
+        now = _pld_epsilon(event, asked, interval)
         best = min(best, now)
         gain_to_come = (before - now) / 15 if math.isfinite(before) else math.inf
-        if best <= claim or now - gain_to_come > claim * (1 + _ROUNDING):
+        settled = now - gain_to_come > claim * (1 + _ROUNDING)
+        if best <= claim or settled or math.isinf(now):
             break
         before = now
     return best
@@ -164,8 +179,12 @@ def _epsilon(events: Sequence[Event], delta: float, claim: float) -> float:
 def _pld_epsilon(event: dp_accounting.DpEvent, delta: float, interval: float) -> float:
     accountant = pld.PLDAccountant(value_discretization_interval=interval)
     accountant.compose(event)
-    epsilon = float(accountant.get_epsilon(delta))
-    return math.inf if math.isnan(epsilon) else epsilon
+    return _or_infinite(accountant.get_epsilon(delta))
+
+
+def _or_infinite(value: float) -> float:
+    """What could not be computed proves nothing."""
+    return math.inf if math.isnan(value) else float(value)
 
 
 def _sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,11 +11,16 @@ from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.schedule import kappa_schedule
 from dpis.errors import InputError
 
+GRADIENT = "gradient"
+"""The ledger's label of a training iteration."""
 
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number >= 1, found {value!r}")
-    return value
+MOST_RECORDS, MOST_EPOCHS = 10**12, 100_000
+
+
+def _count(name: str, value: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        shown = value if isinstance(value, int) and abs(value) < 10**18 else type(value).__name__
+        raise InputError(f"{name} must be a whole number from 1 to {most:,}, found {shown!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +32,9 @@ class Workload:
     kappa: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        _count("n_public", self.n_public)
-        _count("batch size", self.batch_size)
-        _count("epochs", len(self.kappa))
+        _count("n_public", self.n_public, MOST_RECORDS)
+        _count("batch size", self.batch_size, MOST_RECORDS)
+        _count("epochs", len(self.kappa), MOST_EPOCHS)
         if self.batch_size > self.n_public:
             raise InputError(
                 f"batch size {self.batch_size} is larger than n_public {self.n_public}: "
@@ -53,14 +59,14 @@ class Workload:
         equivalent_batch: float | None = None,
     ) -> Workload:
         """From ``kappa`` (default 1) or the equivalent batch ``B = b / kappa``; both is an error."""
-        _count("epochs", epochs)
-        _count("batch size", batch_size)
+        _count("epochs", epochs, MOST_EPOCHS)
+        _count("batch size", batch_size, MOST_RECORDS)
         if kappa is not None and equivalent_batch is not None:
             raise InputError(
                 "kappa and equivalent batch both given: each fixes the other (B = b / kappa), give one"
             )
         if equivalent_batch is not None:
-            if not equivalent_batch >= batch_size:
+            if not batch_size <= equivalent_batch < math.inf:
                 raise InputError(
                     f"equivalent batch must be at least the batch size {batch_size}, found {equivalent_batch:g}"
                 )
@@ -114,18 +120,16 @@ class Release:
     noise_multiplier: float
     cadence: Cadence = Cadence.ONCE
 
+    def __post_init__(self) -> None:
+        if self.label == GRADIENT:
+            raise InputError(
+                f"{GRADIENT!r} is the label of training iterations: give the release another"
+            )
+
     @property
     def event(self) -> Gaussian:
         """What one release spends: an unsampled Gaussian."""
         return Gaussian(noise_multiplier=self.noise_multiplier)
-
-    def times(self, epochs: int) -> int:
-        """How often it is released in a run of so many epochs."""
-        return {
-            Cadence.ONCE: 1,
-            Cadence.EACH_EPOCH: epochs,
-            Cadence.BETWEEN_EPOCHS: epochs - 1,
-        }[self.cadence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +140,10 @@ class PlannedRun:
     event: Event
     count: int
 
-
-GRADIENT = "gradient"
-"""The ledger's label of a training iteration."""
+    def __post_init__(self) -> None:
+        if not isinstance(self.label, str):
+            raise InputError(f"a label must be text, found {self.label!r}")
+        _count("a planned count", self.count, MOST_RECORDS)
 
 
 def planned_runs(
@@ -158,6 +163,14 @@ def planned_runs(
         yield PlannedRun(GRADIENT, step, workload.steps_per_epoch)
         if epoch < workload.epochs:
             yield from due(Cadence.BETWEEN_EPOCHS)
+
+
+def releases_over_run(workload: Workload, releases: Sequence[Release]) -> Composition:
+    """What the releases beside the gradients spend in the whole run."""
+    if not releases:
+        return Composition()
+    runs = planned_runs(workload, (1.0,) * workload.epochs, releases)
+    return composition_of([run for run in runs if run.label != GRADIENT])
 
 
 def composition_of(runs: Sequence[PlannedRun]) -> Composition:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dpis.accounting import (
@@ -26,10 +27,9 @@ from dpis.accounting import (
     plan_adaptive,
     plan_predeclared,
 )
-from dpis.accounting.accountants import SMALLEST_PLD_DELTA
 from dpis.accounting.ledger import Mode
 from dpis.accounting.renyi import best_order, renyi_divergence
-from dpis.accounting.workload import composition_of
+from dpis.accounting.workload import composition_of, releases_over_run
 from dpis.errors import InputError
 
 
@@ -107,14 +107,14 @@ def plan(
         result = plan_predeclared(
             budget,
             workload,
-            accountant=Accountant.parse(accountant or "pld"),
+            accountant=Accountant.PLD if accountant is None else Accountant.parse(accountant),
             adjacency=neighbours,
             noise_shape=None if decay_rate is None else exponential_decay(decay_rate, epochs),
             releases=releases,
         )
     else:
         _refuse("--decay-rate", decay_rate, "the predeclared mode")
-        if Accountant.parse(accountant or "rdp") is not Accountant.RDP:
+        if accountant is not None and Accountant.parse(accountant) is not Accountant.RDP:
             raise InputError(
                 "the adaptive mode is accounted by a Renyi filter alone: leave --accountant out or use rdp"
             )
@@ -181,7 +181,7 @@ def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
             {
                 "label": r.label,
                 "noise_multiplier": r.noise_multiplier,
-                "times": r.times(workload.epochs),
+                "times": releases_over_run(workload, [r]).events,
             }
             for r in plan.releases
         ],
@@ -199,9 +199,7 @@ def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
     return {
         "mode": Mode.ADAPTIVE.value,
         "accountant": Accountant.RDP.value,
-        "epsilon": min(
-            plan.budget.epsilon, best_order(composition, plan.budget.delta, [plan.order])[0]
-        ),
+        "epsilon": best_order(composition, plan.budget.delta, [plan.order])[0],
         **common,
         "grad_noise_multiplier": noise,
         "noise_multiplier_z": noise,
@@ -215,9 +213,10 @@ def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
 def _epsilon_pld(plan: PredeclaredPlan | AdaptivePlan, composition: Composition) -> float | None:
     if isinstance(plan, PredeclaredPlan) and plan.accountant is Accountant.PLD:
         return plan.epsilon
-    if plan.budget.delta < SMALLEST_PLD_DELTA:
+    try:
+        return epsilon_by_pld(composition, plan.budget.delta)
+    except InputError:  # delta too small for it
         return None
-    return epsilon_by_pld(composition, plan.budget.delta)
 
 
 def print_plan(plan: PredeclaredPlan | AdaptivePlan, console: Console) -> None:
@@ -263,7 +262,7 @@ def _spending_table(plan: PredeclaredPlan | AdaptivePlan) -> Table:
     total = sum(cost for _, cost in spent.values())
     table = Table("event", "count", f"spends (at Renyi order {order})", title_justify="left")
     for label, (count, cost) in spent.items():
-        table.add_row(label, f"{count:,}", f"{100 * cost / total:.2f} %")
+        table.add_row(escape(label), f"{count:,}", f"{100 * cost / total:.2f} %")
     return table
 
 

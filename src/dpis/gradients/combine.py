@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+from dpis.gradients.factors.squares import where_terms_cancel
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,11 @@ class Sum(Factor):
         return self.terms[0].shape
 
     def squared_norms(self) -> Tensor:
-        """Squares and cross terms; rounding may not make it negative."""
-        squares = sum(term.squared_norms() for term in self.terms)
-        cross = sum(inner_products(a, b) for a, b in combinations(self.terms, 2))
-        return torch.as_tensor(squares + 2 * cross).clamp(min=0)
+        """Squares and cross terms, explicit where they cancel."""
+        squares = reduce(torch.add, (term.squared_norms() for term in self.terms))
+        cross = [inner_products(a, b) for a, b in combinations(self.terms, 2)]
+        total = squares + 2 * reduce(torch.add, cross)
+        return where_terms_cancel(total, squares, lambda: Dense(self.explicit()).squared_norms())
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The terms' sums, added up."""

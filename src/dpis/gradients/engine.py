@@ -20,6 +20,8 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 # What the activations of one chunk may take: larger chunks fall out of the caches.
 CHUNK_BYTES = 64 << 20
 LARGEST_CHUNK = 512
+# Where nothing is said of how many records to expect: small batches are not padded beyond measure.
+USUAL_CHUNK = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +30,7 @@ class Gradients:
 
     Attributes:
         norms: ``||grad_i||`` of every record, float64; not finite where a gradient is not.
-        sums: ``Σ_i w_i grad_i`` by parameter name, float64.
+        sums: ``Σ_i w_i grad_i`` by parameter name; float64 where several chunks were added up.
     """
 
     norms: Tensor
@@ -52,6 +54,8 @@ class RecordGradients:
             image, texts of a user); its loss is the mean over its rows.
         chunk: how many records run at once; None: as many as fit the caches. Batches are padded to
             whole chunks, so that a record's norm does not depend on who shares its batch.
+        expected_records: how many records a batch has on average, as far as that is public; no
+            larger chunk is chosen. The size of an actual batch never decides: it is private.
         check: compare with plain autograd at the first batch.
 
     Example:
@@ -71,6 +75,7 @@ class RecordGradients:
         objective: Objective | None = None,
         rows_per_record: int = 1,
         chunk: int | None = None,
+        expected_records: int = USUAL_CHUNK,
         check: bool = True,
     ) -> None:
         if loss is not None and objective is None:
@@ -78,7 +83,7 @@ class RecordGradients:
         elif loss is not None or objective is None:
             raise ValueError("Exactly one of loss and objective is required.")
         self._recorder = Recorder(guards.checked(module), objective, rows_per_record, check)
-        self._chunk = chunk
+        self._chunk, self._expected_records = chunk, expected_records
         self.parameters = self._recorder.parameters
         if not self.parameters:
             raise ValueError("No parameter of the module requires a gradient: nothing to train.")
@@ -106,33 +111,47 @@ class RecordGradients:
         """
         records = batches.records(batch, self._recorder.rows_per_record)
         norms = [torch.zeros(0, dtype=torch.float64, device=batches.device(batch))]
-        sums = {n: torch.zeros_like(p, dtype=torch.float64) for n, p in self.parameters.items()}
+        sums: dict[str, Tensor] = {}
         size = self.chunk(batch) if records else 1
         for start in range(0, records, size):
-            places = torch.arange(start, start + size, device=norms[0].device)
-            tape = self._padded(batch, places.clamp(max=records - 1), present)
+            tape = self._record_chunk(batch, start, size, records, present)
             chunk_norms = tape.norms()
-            real = places[places < records]
+            real = torch.arange(start, min(start + size, records), device=norms[0].device)
             weights = torch.zeros_like(chunk_norms)
             weights[: len(real)] = weigh(chunk_norms[: len(real)], real).to(weights)
             weights = torch.where(chunk_norms.isfinite(), weights, 0.0)
-            for name, chunk_sum in tape.weighted_sum(weights).items():
-                sums[name] += chunk_sum
+            sums = _added(sums, tape.weighted_sum(weights))
             norms.append(chunk_norms[: len(real)])
-        return Gradients(torch.cat(norms), sums)
+        nothing = {n: torch.zeros_like(p) for n, p in self.parameters.items() if n not in sums}
+        return Gradients(torch.cat(norms), sums | nothing)
 
     def chunk(self, batch: Batch) -> int:
-        """How many records run at once: fixed at the first batch."""
+        """How many records run at once: fixed by the model and the sizes of one record."""
         if self._chunk is None:
             self._recorder.prepare(batch)
             fitting = CHUNK_BYTES // max(1, self._recorder.bytes_per_record)
             power_of_two = 1 << max(0, fitting.bit_length() - 1)
-            records = batches.records(batch, self._recorder.rows_per_record)
-            self._chunk = min(power_of_two, LARGEST_CHUNK, 16 * -(-records // 16))
+            expected = 16 * -(-self._expected_records // 16)
+            self._chunk = min(power_of_two, LARGEST_CHUNK, expected)
         return self._chunk
 
-    def _padded(self, batch: Batch, records: Tensor, present: Tensor | None) -> Tape:
+    def _record_chunk(
+        self, batch: Batch, start: int, size: int, records: int, present: Tensor | None
+    ) -> Tape:
         """Chunks all have one shape: the last is filled up with copies, which get no weight."""
-        index = batches.rows_of_records(records, self._recorder.rows_per_record)
-        chunk = batches.take(batch, index)
-        return self._recorder.record(chunk, None if present is None else present[records])
+        K = self._recorder.rows_per_record
+        if start + size <= records:
+            chunk = batches.between(batch, start * K, (start + size) * K)
+            shown = None if present is None else present[start : start + size]
+            return self._recorder.record(chunk, shown)
+        places = torch.arange(start, start + size, device=batches.device(batch))
+        places = places.clamp(max=records - 1)
+        chunk = batches.take(batch, batches.rows_of_records(places, K))
+        return self._recorder.record(chunk, None if present is None else present[places])
+
+
+def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Chunks are added up in float64; the sum of a single one stays as it is."""
+    if not total:
+        return more
+    return {name: total[name].double().add_(value) for name, value in more.items()}

@@ -23,6 +23,10 @@ from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution_cost import cheaper_by_gram, records_in_cache
 from dpis.gradients.factors.convolution_geometry import Geometry
 from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.squares import where_terms_cancel
+
+# Something for every record of a convolution with one group, from inputs, output gradients and rows.
+OfOneGroup = Callable[[Tensor, Tensor, int, Geometry], Tensor]
 
 
 def convolution_factor(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
@@ -78,9 +82,17 @@ class Convolution(Factor):
 
     def squared_norms(self) -> Tensor:
         """From Gram matrices or from gradients that are made in cache and dropped."""
-        of = gram.squared_norms if self.by_gram else kernels.squared_norms
-        norms = self._over_groups(of)
-        return norms.view(self.records, self.geometry.groups).sum(dim=1)
+        if not self.by_gram:
+            return self._kernel_norms()
+        sums, diagonals = self._summed_over_groups(gram.norms_and_diagonals).unbind(-1)
+        return where_terms_cancel(sums, diagonals, self._kernel_norms)
+
+    def _kernel_norms(self) -> Tensor:
+        return self._summed_over_groups(kernels.squared_norms)
+
+    def _summed_over_groups(self, of: OfOneGroup) -> Tensor:
+        by_group = self._over_groups(of)
+        return by_group.view(self.records, self.geometry.groups, *by_group.shape[1:]).sum(dim=1)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One ordinary weight gradient, of output gradients scaled by the weights."""
@@ -114,7 +126,7 @@ class Convolution(Factor):
         )
         return replace(self, inputs=inputs, output_grads=output_grads)
 
-    def _over_groups(self, of: Callable[[Tensor, Tensor, int, Geometry], Tensor]) -> Tensor:
+    def _over_groups(self, of: OfOneGroup) -> Tensor:
         """Apply ``of`` to one-group convolutions: each group of a record is a record of its own.
 
         Works through equal blocks of records that fit into the cache. (An unequal last block could
@@ -139,7 +151,7 @@ class Convolution(Factor):
         self,
         inputs: Tensor,
         output_grads: Tensor,
-        of: Callable[[Tensor, Tensor, int, Geometry], Tensor],
+        of: OfOneGroup,
     ) -> Tensor:
         groups = self.geometry.groups
         inputs, output_grads = _widened(inputs, output_grads)

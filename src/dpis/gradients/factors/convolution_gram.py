@@ -19,8 +19,10 @@ from dpis.gradients.factors.convolution_geometry import Geometry, Tap
 from dpis.gradients.factors.convolution_positions import positions
 
 
-def squared_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
-    """``||G_i||²`` of every record, for a convolution with one group.
+def norms_and_diagonals(
+    inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry
+) -> Tensor:
+    """``||G_i||²`` of every record, and the terms ``p = p'`` of it, for a convolution with one group.
 
     Args:
         inputs: ``[records · rows, channels_in, *spatial]``.
@@ -29,12 +31,14 @@ def squared_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geo
         geometry: Where the kernel looks.
 
     Returns:
-        Shape ``[records]``.
+        Shape ``[records, 2]``.
     """
     sizes = output_grads.shape[2:]
     seen = sum_over_kernel(inputs, sizes, rows, geometry)
     sent = _gram(output_grads, rows)
-    return (seen.view(sent.shape) * sent).flatten(1).sum(dim=1)
+    terms = seen.view(sent.shape) * sent
+    diagonals = terms.diagonal(dim1=1, dim2=2).sum(dim=1)
+    return torch.stack([terms.flatten(1).sum(dim=1), diagonals], dim=1)
 
 
 def sum_over_kernel(

@@ -20,6 +20,7 @@ from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
 from dpis.gradients.factors.convolution_positions import positions
 from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.squares import squared_norms as squares_of_rows
 
 FEW_CHANNELS = 8
 """Up to so many input channels, unfolding them beats one product for each kernel element."""
@@ -182,5 +183,4 @@ def _windows(padded: Tensor, output_sizes: torch.Size, geometry: Geometry) -> Te
 
 
 def _squared(gradients: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(gradients.flatten(1), dim=1)
-    return norms.square()
+    return squares_of_rows(gradients.flatten(1))

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.outer import gram
 from dpis.gradients.factors.selection import contributing
-from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
 # From this many positions on, sorting the indices is cheaper than comparing all pairs.
 MANY_POSITIONS = 128
@@ -50,7 +50,10 @@ class Lookup(Factor):
             return squared_norms(self.output_grads[:, 0])
         if self.indices.shape[1] < MANY_POSITIONS:
             same = self.indices[:, :, None] == self.indices[:, None, :]
-            return (gram(self.output_grads) * same).sum((1, 2))
+            grams = gram(self.output_grads)
+            diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
+            sums = (grams * same).sum((1, 2))
+            return where_terms_cancel(sums, diagonals, self._norms_of_distinct_rows)
         return self._norms_of_distinct_rows()
 
     def _norms_of_distinct_rows(self) -> Tensor:

@@ -9,12 +9,10 @@ from torch import Tensor
 
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.selection import contributing
-from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
-# How much larger than their sum the diagonal terms of a Gram matrix may be.
-MOST_CANCELLED = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,17 +65,9 @@ class Outer(Factor):
         return I * O <= L * (I + O)
 
     def _gram_norms(self) -> Tensor:
-        """By Gram matrices, except where their terms cancel.
-
-        The rounding error is about 4e-8 of the diagonal terms ``Σ_l ||x_l||² ||g_l||²`` (float32).
-        Where the sum is a hundredth of these or less, the explicit gradient is squared instead.
-        """
         grams = gram(self.inputs).mul_(gram(self.output_grads))
-        norms = grams.flatten(1).sum(1)
-        cancelled = grams.diagonal(dim1=1, dim2=2).sum(1) > MOST_CANCELLED * norms
-        if not cancelled.any():
-            return norms
-        return torch.where(cancelled, self._explicit_norms(), norms)
+        diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
+        return where_terms_cancel(grams.flatten(1).sum(1), diagonals, self._explicit_norms)
 
     def _explicit_norms(self) -> Tensor:
         block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 BLOCK = 1024
+MOST_CANCELLED = 100
+"""How much larger than their sum the diagonal terms of a Gram matrix may be."""
 
 
 def squared_norms(rows: Tensor) -> Tensor:
@@ -25,6 +29,21 @@ def squared_norms(rows: Tensor) -> Tensor:
     blocks = rows[..., :whole].reshape(*rows.shape[:-1], -1, BLOCK)
     squares = _norms(blocks).square().sum(-1)
     return squares if whole == length else squares + squared_norms(rows[..., whole:])
+
+
+def where_terms_cancel(sums: Tensor, diagonals: Tensor, exact: Callable[[], Tensor]) -> Tensor:
+    """Squared norms that were summed from Gram terms, made anew where those terms cancel.
+
+    The rounding error of such a sum is about 4e-8 of its diagonal terms (float32), however small the sum itself: a norm
+    that is too small would let a clipped gradient through that is too large.
+
+    Args:
+        sums: ``[records]``, as summed.
+        diagonals: ``[records]``, the sum of the diagonal terms, which are squares.
+        exact: the squared norms of all records by another way; only called where it is needed.
+    """
+    cancelled = diagonals > MOST_CANCELLED * sums
+    return torch.where(cancelled, exact(), sums) if bool(cancelled.any()) else sums
 
 
 def _norms(rows: Tensor) -> Tensor:

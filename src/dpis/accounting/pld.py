@@ -1,0 +1,123 @@
+"""Privacy loss distributions of our two events, for dp-accounting to compose.
+
+dp-accounting discretises, composes and answers; what is ours is the hockey-stick divergence of a Poisson-sampled
+Gaussian on a whole grid at once. dp-accounting evaluates it point by point, which took most of the time of a plan.
+A test holds the two against each other; `dpis verify` uses dp-accounting's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss
+from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtr
+
+from dpis.accounting.events import Composition, Event, Gaussian
+from dpis.errors import InputError
+
+Array = NDArray[np.float64]
+
+ROUNDING_OF_ONE_COMPOSITION = 2.0**-52
+"""What rounding in the convolutions may hide of delta, for each event composed.
+
+Measured against composition by exponentially tilted transforms, which are exact in the tail: about 5e-17 an event, of
+either sign. At a rate of 1e-5, z = .5 and a million steps, epsilon at delta = 1e-9 came out 0.6 % too small.
+"""
+
+LARGEST_ROUNDING_SHARE = 0.005
+"""Of delta: beyond it the correction would cost tightness, so the answer is refused."""
+
+
+def delta_to_ask_for(delta: float, events: int) -> float:
+    """A delta so much smaller that rounding in the convolutions cannot understate epsilon.
+
+    Raises:
+        InputError: Rounding would take more than `LARGEST_ROUNDING_SHARE` of delta.
+    """
+    hidden = events * ROUNDING_OF_ONE_COMPOSITION
+    if hidden > LARGEST_ROUNDING_SHARE * delta:
+        raise InputError(
+            f"delta = {delta:g} is too small for {events:,} events by the pld accountant: rounding could understate "
+            f"epsilon. Use the rdp accountant, or a delta of at least {hidden / LARGEST_ROUNDING_SHARE:.1g}"
+        )
+    return delta - hidden
+
+
+def epsilon_of(composition: Composition, delta: float, interval: float) -> float:
+    """Epsilon at ``delta``, the worse of adding and removing a record; ``inf`` where none can be established."""
+    asked = delta_to_ask_for(delta, composition.events)
+    total = privacy_loss_distribution.identity(value_discretization_interval=interval)
+    for event, count in composition:
+        total = total.compose(_distribution(event, count, interval))
+    epsilon = float(total.get_epsilon_for_delta(asked))
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+def _distribution(
+    event: Event, count: int, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Of ``count`` copies. Unsampled, they are one Gaussian of multiplier ``z/√count``, in both directions alike."""
+    z = event.noise_multiplier
+    if isinstance(event, Gaussian) or event.sampling_rate == 1.0:
+        both = _discretised(AdjacencyType.REMOVE, 1.0, z / math.sqrt(count), interval)
+        return privacy_loss_distribution.PrivacyLossDistribution(both)
+    removed, added = (
+        _discretised(direction, event.sampling_rate, z, interval)
+        for direction in (AdjacencyType.REMOVE, AdjacencyType.ADD)
+    )
+    return privacy_loss_distribution.PrivacyLossDistribution(removed, added).self_compose(count)
+
+
+def _discretised(
+    direction: AdjacencyType, rate: float, z: float, interval: float
+) -> pld_pmf.PLDPmf:
+    """dp-accounting's pessimistic discretisation ("connect the dots") of one direction."""
+    bounds = GaussianPrivacyLoss(
+        z, sampling_prob=rate, adjacency_type=direction
+    ).connect_dots_bounds()
+    first = math.floor(bounds.epsilon_lower / interval)
+    last = math.ceil(bounds.epsilon_upper / interval)
+    epsilons = np.arange(first, last + 1) * interval
+    divergence = divergence_removed if direction is AdjacencyType.REMOVE else divergence_added
+    deltas = np.clip(divergence(epsilons, rate, z), 0.0, 1.0)
+    return pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, first, last, deltas)
+
+
+def divergence_removed(epsilons: Array, rate: float, z: float) -> Array:
+    """``sup_S M(S) - exp(ε) N(S)`` for ``N = Normal(0, z²)``, ``M = (1-π)N + π Normal(1, z²)``.
+
+    The best ``S`` is ``x >= x*`` with ``x* = z² log((exp(ε) - 1 + π)/π) + 1/2``; everything, where there is no ``x*``.
+    """
+    deltas = -np.expm1(epsilons)
+    inside = epsilons > math.log1p(-rate) if rate < 1 else np.full(epsilons.shape, True)
+    e = epsilons[inside]
+    cut = z**2 * (_log_of_shifted(e, rate) - math.log(rate)) + 0.5
+    mixture = (1 - rate) * ndtr(-cut / z) + rate * ndtr((1 - cut) / z)
+    deltas[inside] = mixture - np.exp(e + log_ndtr(-cut / z))
+    return deltas
+
+
+def divergence_added(epsilons: Array, rate: float, z: float) -> Array:
+    """``sup_S N(S) - exp(ε) M(S)``: the best ``S`` is ``x <= x*``, with ``-ε`` in ``x*``.
+
+    From ``ε = -log(1-π)`` on there is nothing to gain: 0.
+    """
+    deltas = np.zeros_like(epsilons)
+    inside = epsilons < -math.log1p(-rate)
+    e = epsilons[inside]
+    cut = z**2 * (_log_of_shifted(-e, rate) - math.log(rate)) + 0.5
+    mixture = (1 - rate) * ndtr(cut / z) + rate * ndtr((cut - 1) / z)
+    deltas[inside] = ndtr(cut / z) - np.exp(e) * mixture
+    return deltas
+
+
+def _log_of_shifted(epsilons: Array, rate: float) -> Array:
+    """``log(exp(ε) - (1 - π))``, without overflow; ``-inf`` where rounding leaves nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        small = np.log(np.expm1(epsilons) + rate)
+        large = epsilons + np.log1p(-(1 - rate) * np.exp(-np.abs(epsilons)))
+    logs: Array = np.where(epsilons > 1, large, small)
+    return np.where(np.isnan(logs), -np.inf, logs)
