@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.combine import Sum, inner_products
-from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+from dpis.gradients.factors import Dense, Factor, Lookup, Outer, outer
+from dpis.gradients.factors.convolution import Convolution
+from dpis.gradients.factors.convolution_geometry import Geometry
 from dpis.gradients.factors.squares import squared_norms
 
 RECORDS = 6
@@ -88,6 +90,61 @@ def test_gram_norms_that_cancel(offset: float) -> None:
     exact = Outer(inputs.double(), grads.double()).explicit().flatten(1).square().sum(1)
     found = Outer(inputs, grads).squared_norms().double()
     torch.testing.assert_close(found, exact, rtol=2e-5, atol=0.0)
+
+
+def law_norms_are_never_too_small(factor: Factor, exact: Tensor) -> None:
+    """A norm that is too small would let a clipped gradient through that is too large."""
+    found = factor.squared_norms().double()
+    torch.testing.assert_close(found, exact.flatten(1).square().sum(1), rtol=5e-4, atol=0.0)
+
+
+def zero_sum(*shape: int, scale: float = 1.0) -> Tensor:
+    """Output gradients that nearly cancel over positions (dimension 1)."""
+    values = randn(*shape)
+    return values - values.mean(1, keepdim=True) + randn(*shape) / scale
+
+
+@pytest.mark.parametrize("offset", [0, 30, 1000])
+def test_gram_norms_of_convolutions_that_cancel(offset: float) -> None:
+    torch.manual_seed(0)
+    geometry = Geometry(kernel=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1)
+    inputs = randn(4, 64, 6, 6) + offset
+    grads = zero_sum(4, 16, 32, scale=1e4).mT.reshape(4, 32, 4, 4)
+    inputs, grads = inputs.float(), grads.float()
+    factor = Convolution(inputs, grads, geometry)
+    assert factor.by_gram
+    exact = Convolution(inputs.double(), grads.double(), geometry).explicit()
+    law_norms_are_never_too_small(factor, exact)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
+def test_gram_norms_of_lookups_that_cancel(scale: float) -> None:
+    """One row looked up at every position, with gradients that add up to little."""
+    torch.manual_seed(0)
+    grads = zero_sum(4, 32, 16, scale=scale).float()
+    indices = torch.zeros(4, 32, dtype=torch.long)
+    exact = Lookup(indices, grads.double(), 5).explicit()
+    law_norms_are_never_too_small(Lookup(indices, grads, 5), exact)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
+def test_norms_of_shared_weights_that_cancel(scale: float) -> None:
+    """A tied weight whose two uses nearly undo each other."""
+    torch.manual_seed(0)
+    indices, grads = torch.randint(0, 5, (4, 6)), randn(4, 6, 16)
+    undone = -torch.nn.functional.one_hot(indices, 5).double()
+    first = Lookup(indices, grads.float(), 5)
+    second = Outer((grads + randn(4, 6, 16) / scale).float(), undone.float())
+    doubles = Lookup(indices, first.output_grads.double(), 5).explicit() + (
+        Outer(second.inputs.double(), second.output_grads.double()).explicit()
+    )
+    law_norms_are_never_too_small(Sum((first, second)), doubles)
+
+
+def test_a_norm_that_is_left_to_cancel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "where_terms_cancel", lambda sums, diagonals, exact: sums)
+    with pytest.raises(AssertionError):
+        test_gram_norms_that_cancel(1000)
 
 
 @pytest.mark.parametrize("length", [1, 1024, 1025, 3_000_001])
