@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dpis.gradients import RecordGradients, batches
+from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, batches
 from tests.gradients import oracles
 from tests.gradients.problems import PROBLEMS, Problem, mlp
 
@@ -220,3 +222,138 @@ class TestModes:
             batch = (torch.randint(0, 7, (6, length)),)
             expected = oracles.norms(oracles.by_loop(problem, module, batch))
             torch.testing.assert_close(gradients.record(batch).norms(), expected)
+
+
+class TestLaterBatches:
+    """What the first batch does not show is noticed at a later one."""
+
+    def test_records_sorted_inside_the_model(self) -> None:
+        class Sorted(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 4)
+
+            def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+                order = lengths.argsort(descending=True, stable=True)
+                return self.outer(self.inner(x[order]).tanh()[order.argsort()])
+
+        module, (x, y) = Sorted().double(), labelled(8)
+        lengths = torch.tensor([7, 7, 7, 2, 5, 1, 6, 3])
+        with pytest.warns(SlowGradientsWarning, match="differed"):
+            found = RecordGradients(module, nn.CrossEntropyLoss(), chunk=8)(
+                (x.double(), lengths, y), ones
+            )
+        for record in range(8):
+            own = slice(record, record + 1)
+            loss = nn.functional.cross_entropy(module(x[own].double(), lengths[own]), y[own])
+            gradients = torch.autograd.grad(loss, list(module.parameters()))
+            norm = torch.stack([g.norm() for g in gradients]).norm()
+            torch.testing.assert_close(found.norms[record], norm)
+
+    def test_coupling_behind_a_gate_that_opens_later(self) -> None:
+        class Gated(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gate, self.linear = nn.Parameter(torch.zeros(1)), nn.Linear(6, 4)
+
+            def forward(self, x: Tensor) -> Tensor:
+                h = self.linear(x)
+                return h + self.gate * h.detach().softmax(0)
+
+        module = Gated()
+        gradients = RecordGradients(module, nn.CrossEntropyLoss(), chunk=8)
+        with pytest.warns(SlowGradientsWarning, match="differed"):
+            gradients(labelled(8), ones)
+        nn.init.constant_(module.gate, 3.0)
+        x, y = labelled(8)
+        with pytest.warns(SlowGradientsWarning, match="differed"):
+            norms = gradients((x, y), ones).norms
+        x[5] *= 9  # from then on each record is asked alone: another one's change does not show
+        others = torch.arange(8) != 5
+        assert torch.equal(gradients((x, y), ones).norms[others], norms[others])
+
+    def test_batch_norm_put_back_into_training(self) -> None:
+        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval()
+        module[1].requires_grad_(False)
+        gradients = RecordGradients(module, nn.CrossEntropyLoss())
+        gradients(labelled(8), ones)
+        module.train()
+        with pytest.raises(CouplingError, match="'1'"):
+            gradients(labelled(8), ones)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda module: setattr(module, "extra", nn.Parameter(torch.ones(1))),
+            lambda module: next(module.parameters()).requires_grad_(False),
+        ],
+        ids=["added", "frozen"],
+    )
+    def test_a_module_that_changed(self, change: Callable[[nn.Module], object]) -> None:
+        module = mlp()
+        gradients = RecordGradients(module, nn.CrossEntropyLoss())
+        gradients(labelled(8), ones)
+        change(module)
+        with pytest.raises(RuntimeError, match="new RecordGradients"):
+            gradients(labelled(8), ones)
+
+
+@pytest.mark.parametrize(("features", "hidden", "positions"), [(33, 65, 9), (301, 299, 3)])
+@pytest.mark.parametrize("chunk", [16, 7])
+def test_a_norm_keeps_its_bits_at_odd_sizes(
+    features: int, hidden: int, positions: int, chunk: int
+) -> None:
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(features, hidden), nn.Linear(hidden, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.outer(self.inner(x).tanh().mean(1))
+
+    gradients = RecordGradients(Averaged(), nn.CrossEntropyLoss(), chunk=chunk)
+    x, y = torch.randn(40, positions, features), torch.randint(0, CLASSES, (40,))
+    norms = gradients((x, y), ones).norms
+    for _ in range(3):
+        some = torch.randperm(40)[:29]
+        assert torch.equal(gradients((x[some], y[some]), ones).norms, norms[some])
+
+
+@pytest.mark.parametrize("inplace", [lambda h, g: h.mul_(g), lambda h, g: h.__setitem__(0, g)])
+def test_changes_in_place_with_a_parameter_are_refused(inplace: Callable[..., object]) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x).clone()
+            inplace(h, self.scale)
+            return h
+
+    with pytest.raises(RuntimeError, match=r"in place.*scale"):
+        RecordGradients(Scaled(), nn.CrossEntropyLoss())(labelled(8), ones)
+
+
+def test_a_parameter_used_unseen_takes_the_slow_way() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x, weight = ctx.saved_tensors
+            return grad * weight, (grad * x).sum(0)
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Twice.apply(self.linear(x), self.scale)
+
+    with pytest.warns(SlowGradientsWarning, match="cannot be seen"):
+        RecordGradients(Custom(), nn.CrossEntropyLoss())(labelled(8), ones)

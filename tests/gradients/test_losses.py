@@ -99,16 +99,47 @@ def test_one_loss_for_the_batch_with_several_rows_a_record() -> None:
         assert_close(list(gradients.record((x, y)).weighted_sum(torch.ones(2)).values()), expected)
 
 
+def test_a_normaliser_over_the_batch_is_undone() -> None:
+    """A record's loss is asked for alone: class weights then cancel, whoever shares the batch."""
+    module, (x, y) = mlp().double(), batch()
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    expected = plain(module, functional.cross_entropy(module(x), y, reduction="sum"))
+    found = sums(module, (x, y), loss=lambda o, t: functional.cross_entropy(o, t, weight))
+    assert_close(found, expected)
+
+
+def test_a_loss_that_cannot_be_vectorised_is_asked_row_by_row() -> None:
+    module, (x, y) = mlp().double(), batch()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target) * (1.0 if float(target[0]) >= 0 else 2.0)
+
+    expected = plain(module, functional.cross_entropy(module(x), y, reduction="sum"))
+    assert_close(sums(module, (x, y), loss=loss), expected)
+
+
 class TestRefused:
-    def test_a_normaliser_over_the_batch(self) -> None:
-        weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    def test_one_value_for_the_batch_from_an_objective(self) -> None:
+        """The first records may look alike; later a neighbour's label would move every norm."""
+        weight = torch.tensor([1.0, 50.0, 1.0, 1.0]).double()
         x, _ = batch()
-        with pytest.raises(CouplingError, match=r"sum or the mean.*privacy"):
+        with pytest.raises(CouplingError, match=r"normalised over the batch.*privacy"):
             sums(
                 mlp().double(),
-                (x, torch.arange(5) % 4),
-                loss=lambda o, t: functional.cross_entropy(o, t, weight),
+                (x, torch.zeros(5, dtype=torch.long)),
+                objective=lambda m, d: functional.cross_entropy(m(d[0]), d[1], weight),
             )
+
+    def test_losses_divided_by_a_count_over_the_batch(self) -> None:
+        """Equal masks hide it until one changes."""
+        x, mask = torch.randn(5, 4, 6).double(), torch.ones(5, 4, dtype=torch.long)
+        module = nn.Linear(6, 1).double()
+
+        def objective(m: nn.Module, d: tuple[Tensor, Tensor]) -> Tensor:
+            return (m(d[0]).squeeze(2).square() * d[1]).sum(1) / d[1].sum()
+
+        with pytest.raises(CouplingError, match="the loss of another record"):
+            sums(module, (x, mask), objective=objective)
 
     def test_a_weight_penalty(self) -> None:
         def penalised(module: nn.Module, data: tuple[Tensor, Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ class Trace:
 def with_one_changed(batch: Batch, record: int, rows_per_record: int) -> Batch:
     """Three records, one of them replaced by another, so that every value is one that occurs.
 
-    Where all are equal, floating-point values shrink a little instead.
+    Where all are equal, floating-point values shrink a little instead, and whole numbers lose their last entry.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -38,8 +38,10 @@ def with_one_changed(batch: Batch, record: int, rows_per_record: int) -> Batch:
             records[record] = others[0]
         elif tensor.is_floating_point():
             records[record] = own * (1 - 0.01 * torch.rand_like(own))
-        else:
-            records[record] = own.flip(tuple(range(1, tensor.ndim)))
+        elif tensor.ndim > 1:
+            changed = own.clone()
+            changed[..., -1] = 0  # a mask loses its end, a text its last word
+            records[record] = changed
         return torch.cat(records)
 
     return batches.apply(change, batch)

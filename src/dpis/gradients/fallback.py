@@ -84,7 +84,11 @@ def one_by_one(
         own = batches.take(batch, batches.rows_of_records(record[None], rows_per_record))
         with torch.enable_grad():
             rows = None if present is None else present[record][None]
-            gradients = torch.autograd.grad(loss(module, own, rows), wanted, allow_unused=True)
+            total = loss(module, own, rows)
+            if not total.requires_grad:
+                per_record.append([_wide(torch.zeros_like(p)) for p in wanted])
+                continue
+            gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         per_record.append([_or_zero(g, p) for g, p in zip(gradients, wanted, strict=True)])
     columns = zip(*per_record, strict=True)
     return {name: torch.stack(column) for name, column in zip(names, columns, strict=True)}

@@ -28,7 +28,8 @@ def objective_of(loss: Loss) -> Objective:
     Losses of ``torch.nn`` are asked for their terms, and the terms of one row are then summed or
     averaged, as their ``reduction`` says. In one case that is not what torch does: class weights
     or ``ignore_index`` together with ``mean`` divide by a number that depends on all records of
-    the batch. Here each row's sum is divided by the number of its own terms that count.
+    the batch. Here each row's sum is divided by the number of its own terms that count. Other losses with one value
+    for the batch are asked for every row alone.
     """
     row_losses = _by_row(loss)
 
@@ -62,7 +63,9 @@ class _Terms:
 
 def _by_row(loss: Loss) -> Loss:
     terms = _terms_of_module(loss) if isinstance(loss, nn.Module) else _terms_of_function(loss)
-    if terms is None or terms.reduction == "none":
+    if terms is None:
+        return functools.partial(_row_by_row, loss)
+    if terms.reduction == "none":
         return loss
 
     def row_losses(output: Any, target: Any) -> Tensor:
@@ -76,6 +79,28 @@ def _by_row(loss: Loss) -> Loss:
         return by_term.mean(1)
 
     return row_losses
+
+
+def _row_by_row(loss: Loss, output: Any, target: Any) -> Tensor:
+    """A loss that is not known: one value a row as it stands, one for the batch taken apart.
+
+    A value for the whole batch may be divided by something that depends on all of its records. Asked for each row
+    alone, it depends on nothing else.
+    """
+    value = loss(output, target)
+    if value.ndim:
+        return value
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        raise TypeError(
+            "A loss for the whole batch can only be taken apart if output and target are tensors. Return one loss a "
+            "row, or give objective=."
+        )
+    try:
+        each = torch.func.vmap(lambda o, t: loss(o[None], t[None]), randomness="different")
+        return each(output, target)
+    except (RuntimeError, NotImplementedError, ValueError):
+        rows = range(len(output))
+        return torch.stack([loss(output[i : i + 1], target[i : i + 1]) for i in rows])
 
 
 def _terms_of_module(loss: nn.Module) -> _Terms | None:
@@ -101,25 +126,28 @@ def _terms_of_function(loss: Any) -> _Terms | None:
 
 
 def weighted_total(
-    losses: Tensor, records: int, rows_per_record: int, present: Tensor | None, scale: str | None
+    losses: Tensor, records: int, rows_per_record: int, present: Tensor | None
 ) -> Tensor:
     """``Σ_i l_i`` over records, where ``l_i`` is the mean over the rows of record ``i``.
 
     Args:
-        losses: one a row, or one for the batch.
+        losses: one a row.
         records: how many there are.
         rows_per_record: K.
         present: ``[records, K]``, False for rows that only fill up; they count nothing.
-        scale: for one loss for the batch: whether it is the ``"sum"`` or the ``"mean"``.
+
+    Raises:
+        CouplingError: for one loss for the whole batch: whether it is a plain sum of the losses of records
+            or divided by something that depends on all of them does not show.
     """
     rows = records * rows_per_record
-    if losses.ndim == 0 and scale is not None:
-        if present is not None:
-            raise ValueError(
-                "Rows that only fill up a record need one loss a row to be left out; found one "
-                "loss for the whole batch. Return a loss of shape [rows]."
-            )
-        return losses * records if scale == "mean" else losses / rows_per_record
+    if losses.ndim == 0:
+        raise CouplingError(
+            "One loss a row is required of an objective; found one for the whole batch. Whether it is normalised over "
+            "the batch (class weights, ignore_index, a count of tokens) or holds a term that belongs to no record (a "
+            "weight penalty: use the optimizer's weight_decay) does not show, and either couples records: the privacy "
+            "guarantee would not hold. Return the losses of the rows, shape [rows]."
+        )
     if losses.shape != (rows,):
         raise ValueError(
             f"One loss a row is required, shape ({rows},); found {tuple(losses.shape)}. Sum or "
@@ -129,53 +157,3 @@ def weighted_total(
         return losses.sum() / rows_per_record
     shares = present / present.sum(1, keepdim=True).clamp(min=1)
     return torch.where(present.flatten(), losses * shares.flatten().to(losses), 0.0).sum()
-
-
-def refuse_penalty(losses: Tensor, of_parameters_alone: bool) -> None:
-    """Refuse a loss with a term that belongs to no record.
-
-    Args:
-        losses: as the objective returned them.
-        of_parameters_alone: whether they are the result of a call with parameters that does not
-            grow with the batch, such as ``mean + penalty``.
-    """
-    if of_parameters_alone:
-        raise CouplingError(
-            "A loss must be made of the losses of its records; found a term that depends on "
-            "parameters and on no record, such as a weight penalty. It would be clipped and "
-            "sampled as if it were data. Leave it out and use the optimizer's weight_decay, which "
-            "costs no privacy."
-        )
-
-
-def scalar_scale(loss_of: Callable[[Tensor], Tensor], device: torch.device) -> str | None:
-    """Whether a loss with one value for the batch is the sum or the mean over its records.
-
-    Args:
-        loss_of: the loss of the records with these indices, without dropout.
-        device: where indices live.
-
-    Returns:
-        ``"sum"``, ``"mean"``, or None if there is one loss a row anyway.
-
-    Raises:
-        CouplingError: if it is neither, as when it is normalised by something batch-wide.
-    """
-    if loss_of(torch.tensor([0], device=device)).ndim:
-        return None
-    first, second, third, all_three = (
-        float(loss_of(torch.tensor(index, device=device))) for index in ([0], [1], [2], [0, 1, 2])
-    )
-    total = first + second + third
-    tolerance = 1e-4 * (abs(first) + abs(second) + abs(third))
-    if abs(total / 3 - all_three) <= tolerance:
-        return "mean"
-    if abs(total - all_three) <= tolerance:
-        return "sum"
-    raise CouplingError(
-        "A loss with one value for the batch must be the sum or the mean of its records' losses; "
-        f"found {first:.6g}, {second:.6g} and {third:.6g} for three records alone, {all_three:.6g} "
-        "for all together. A normaliser that depends on the whole batch (class weights, "
-        "ignore_index or a count of tokens with 'mean') couples records, and the privacy guarantee "
-        "does not hold. Return one loss a record instead."
-    )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dpis.gradients import batches
+from dpis.gradients import batches, guards
 from dpis.gradients.batches import Batch
 from dpis.gradients.collect import beyond, collect
 from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
-from dpis.gradients.losses import Objective, refuse_penalty, scalar_scale, weighted_total
+from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.plan import (
     Beyond,
     Constant,
@@ -36,6 +36,10 @@ from dpis.gradients.watch import Key, Watch
 
 # To plan again once, then to leave surprising calls to the fallback, link by link.
 MOST_ATTEMPTS = 20
+
+
+# How many records are compared with plain autograd, at the 1st, 2nd, 4th, 8th, ... pass.
+MOST_COMPARED = 8
 
 
 class Recorder:
@@ -62,29 +66,44 @@ class Recorder:
         self._check, self._ready = check, False
         self._plan: Plan = {}
         self._slow: dict[str, str] = {}
-        self._scale: str | None = None
+        self._passes = 0
         self._said, self._said_names = 0, set[str]()
 
     def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
         """The gradients of every record of a batch, as factors."""
+        self._require_unchanged()
         self.prepare(batch)
+        self._passes += 1
+        if (
+            self._check and self._passes & (self._passes - 1) == 0
+        ):  # the first batch may not show everything
+            with self._undisturbed():
+                self._compare_with_autograd(self._several(batch))
         tape = self._record(batch, present)
         self._say_what_is_slow()
         return tape
 
     def prepare(self, batch: Batch) -> None:
-        """Plan and check, once, on three records of the batch."""
+        """Plan, once, on three records of the batch."""
         if self._ready:
             return
         few = self._few(batch)
         with self._undisturbed():
             self._plan = self._make_plan(few)
-            self._scale = self._find_scale(few)
-            tape = self._record(few)
-            self._require_gradients(tape)
-            if self._check:
-                self._compare_with_autograd(few)
+            self._require_gradients(few)
         self._ready = True
+
+    def _require_unchanged(self) -> None:
+        """What was true of the module at the start must still be: parameters, and nothing that couples records."""
+        guards.checked(self.module)
+        now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        same = now.keys() == self.parameters.keys()
+        if not same or any(now[name] is not p for name, p in self.parameters.items()):
+            raise RuntimeError(
+                "The module's trainable parameters must stay those it had when RecordGradients was made; some were "
+                "replaced, added, frozen or thawed since. Their gradients would be neither clipped nor summed. Make a "
+                "new RecordGradients after such a change."
+            )
 
     # -- one pass --------------------------------------------------------------------------------
 
@@ -99,7 +118,7 @@ class Recorder:
         records = batches.records(batch, self.rows_per_record)
         rows = records * self.rows_per_record
         watch, losses = self._run_planned(batch, rows)
-        total = weighted_total(losses, records, self.rows_per_record, present, self._scale)
+        total = weighted_total(losses, records, self.rows_per_record, present)
         with full_precision(total.device):
             parts = collect(watch, self._plan, total, records, rows)
         slow = beyond(watch, self._plan) | self._slow
@@ -115,7 +134,6 @@ class Recorder:
             losses = self._forward(watch, batch)
             surprises = unplanned(watch, self._plan, rows)
             if not surprises:
-                refuse_penalty(losses, watch.follows(losses))
                 return watch, losses
             if attempt == 0:
                 with self._undisturbed():
@@ -163,7 +181,7 @@ class Recorder:
 
     def _loss_of_record(self, module: nn.Module, rows: Batch, present: Tensor | None) -> Tensor:
         losses = self.objective(module, rows)
-        return weighted_total(losses, 1, self.rows_per_record, present, self._scale)
+        return weighted_total(losses, 1, self.rows_per_record, present)
 
     # -- the first batch -------------------------------------------------------------------------
 
@@ -173,16 +191,6 @@ class Recorder:
 
         plan, self.bytes_per_record = make_plan(self._forward, new_watch, few, self.rows_per_record)
         return plan
-
-    def _find_scale(self, few: Batch) -> str | None:
-        """Whether a loss with one value for all records is their sum or their mean."""
-
-        def loss_of(records: Tensor) -> Tensor:
-            index = batches.rows_of_records(records, self.rows_per_record)
-            return self.objective(self.module, batches.take(few, index))
-
-        with torch.no_grad(), without_dropout(self.module):
-            return scalar_scale(loss_of, batches.device(few))
 
     def _say_what_is_slow(self) -> None:
         """Once for each parameter, when it is found out."""
@@ -200,14 +208,20 @@ class Recorder:
                 stacklevel=4,
             )
 
-    def _require_gradients(self, tape: Tape) -> None:
-        missing = [name for name, parts in tape.parts.items() if not parts]
+    def _require_gradients(self, few: Batch) -> None:
+        """A parameter that no call was seen to use may be used unseen: then it takes the slow way."""
+        unseen = [name for name, parts in self._record(few).parts.items() if not parts]
+        if not unseen:
+            return
+        plain = self._one_by_one(few)
+        missing = [name for name in unseen if not plain[name].any()]
         if missing:
             raise ValueError(
                 f"Every trainable parameter needs a gradient; found none for {', '.join(missing)}. "
                 "The optimizer would move them by noise alone, or not at all. Freeze what the loss "
                 "does not depend on: parameter.requires_grad_(False)."
             )
+        self._slow |= dict.fromkeys(unseen, "it is used where that cannot be seen")
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
@@ -228,12 +242,20 @@ class Recorder:
             )
 
     def _one_by_one(self, few: Batch) -> dict[str, Tensor]:
-        return one_by_one(self.module, self._loss_of_record, self.parameters, few, records=3)
+        records = batches.records(few, self.rows_per_record)
+        return one_by_one(self.module, self._loss_of_record, self.parameters, few, records)
 
     def _few(self, batch: Batch) -> Batch:
         """Three records; fewer are repeated."""
         records = batches.records(batch, self.rows_per_record)
         index = torch.arange(3, device=batches.device(batch)) % records
+        return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
+
+    def _several(self, batch: Batch) -> Batch:
+        """Some records from all over the batch, in no order that the batch may have."""
+        records = batches.records(batch, self.rows_per_record)
+        shuffled = torch.randperm(records)[:MOST_COMPARED]
+        index = shuffled.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
     @contextmanager

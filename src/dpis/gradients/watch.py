@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
-from dpis.gradients.rules.base import Call, Rule
+from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
 from dpis.gradients.rules.linear import aligned_linear
@@ -151,6 +151,9 @@ class Watch(TorchFunctionMode):
         rule = RULES.get(function)
         if rule is not None and not rule.accepts(call):
             rule = None
+        if rule is None and changes_its_argument(function):
+            named = ", ".join(dict.fromkeys(n for p in parameters for n in names_in(p.label)))
+            raise RuntimeError(_IN_PLACE.format(name_of(function), named))
         if rule is None:
             if is_composite(function):
                 with self:
@@ -216,6 +219,27 @@ def names_in(label: Any) -> list[str]:
         return [label[0]]  # a view
     _, labels, _ = label[0]  # the key of the call that made it
     return list(dict.fromkeys(name for part in labels for name in names_in(part)))
+
+
+def changes_its_argument(function: Callable[..., Any]) -> bool:
+    """Whether a function works in place, by its name: ``mul_``, ``__imul__``, ``__setitem__``."""
+    name = name_of(function)
+    if name.startswith("__"):
+        return name in _IN_PLACE_OPERATORS
+    return name.endswith("_")
+
+
+_IN_PLACE_OPERATORS = {
+    "__setitem__",
+    *(
+        f"__i{name}__"
+        for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
+    ),
+}
+_IN_PLACE = (
+    "{0} changes a tensor in place with parameter {1}: where gradients pass can then not be followed, so nothing could "
+    "be clipped safely. Write it out of place: h = h * scale instead of h *= scale."
+)
 
 
 def differentiable(result: Any) -> list[Tensor]:
