@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -183,3 +185,22 @@ class TestSelfCheck:
         torch.testing.assert_close(found, expected)
         unchecked = RecordGradients(module, objective=square, check=False).record((x,)).norms()
         assert not torch.allclose(unchecked, expected)
+
+
+def test_a_stack_of_weights_takes_the_general_way() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.Parameter(torch.randn(3, 6, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x[:, None, None] @ self.heads).flatten(1)
+
+    module, x = Heads(), torch.randn(4, 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        norms = RecordGradients(module, objective=square).record((x,)).norms()
+    for record in range(4):
+        loss = square(module, (x[record : record + 1],)).sum()
+        (gradient,) = torch.autograd.grad(loss, [module.heads])
+        torch.testing.assert_close(norms[record], gradient.norm().double(), rtol=1e-5, atol=0.0)

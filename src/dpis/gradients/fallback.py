@@ -111,7 +111,9 @@ def _rows_of_each(leaf: Tensor, records: int) -> Tensor:
 
 
 def _or_zero(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    return _wide(torch.zeros_like(parameter) if gradient is None else gradient)
+    if gradient is None:
+        return _wide(torch.zeros_like(parameter))
+    return _wide(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 def _wide(gradient: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
-from dpis.gradients.rules.base import Call, Rule, name_of
+from dpis.gradients.rules.base import Call, CouplingError, Rule, name_of
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
 from dpis.gradients.rules.linear import aligned_linear
@@ -116,6 +116,8 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if function is functional.batch_norm and (kwargs.get("training") or True in args[5:6]):
+            raise CouplingError(_BATCH_NORM)
         parameters = tuple(self._among(args, kwargs))
         if not parameters or not torch.is_grad_enabled():
             function = aligned_linear if function is functional.linear else function
@@ -236,6 +238,10 @@ _IN_PLACE_OPERATORS = {
         for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
     ),
 }
+_BATCH_NORM = (
+    "Batch normalisation in training mode normalises by statistics of the whole batch: records then influence one another "
+    "and the privacy guarantee does not hold. Use group_norm, or dpis.fix(module) where it is a layer."
+)
 _IN_PLACE = (
     "{0} changes a tensor in place with parameter {1}: where gradients pass can then not be followed, so nothing could "
     "be clipped safely. Write it out of place: h = h * scale instead of h *= scale."

@@ -47,8 +47,10 @@ class Product(Rule):
     def accepts(self, call: Call) -> bool:
         """Two operands, of which one is a weight matrix and the other a batch of matrices."""
         left, right = call.argument(0, "input"), call.argument(1, "other")
-        one_weight = call.wants(left) != call.wants(right)
-        return one_weight and (left.ndim == 2 or right.ndim == 2) and min(left.ndim, right.ndim) > 1
+        if call.wants(left) == call.wants(right):
+            return False
+        weight, batch = (left, right) if call.wants(left) else (right, left)
+        return bool(weight.ndim == 2 and batch.ndim > 1)
 
     def run(self, call: Call) -> Ran:
         """Run on aligned rows."""
