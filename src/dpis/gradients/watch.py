@@ -239,8 +239,8 @@ _IN_PLACE_OPERATORS = {
     ),
 }
 _BATCH_NORM = (
-    "Batch normalisation in training mode normalises by statistics of the whole batch: records then influence one another "
-    "and the privacy guarantee does not hold. Use group_norm, or dpis.fix(module) where it is a layer."
+    "Batch normalisation in training mode normalises by statistics of the whole batch: records then influence one "
+    "another and the privacy guarantee does not hold. Use group_norm, or dpis.fix(module) where it is a layer."
 )
 _IN_PLACE = (
     "{0} changes a tensor in place with parameter {1}: where gradients pass can then not be followed, so nothing could "
