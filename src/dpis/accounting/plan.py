@@ -190,13 +190,13 @@ def _fine_interval(curve: _PldCurve, target: float, guess: float) -> tuple[float
             slope=curve.slope_near(guess),
             tolerance=2e-3,
         )
-        narrow = curve.epsilon(guess, interval / 2)
-        cost = (curve.epsilon(guess, interval) - narrow) / 3
+        narrow = curve.epsilon(guess, interval)
+        cost = (curve.epsilon(guess, 2 * interval) - narrow) / 3
         if narrow > 0 and cost <= 0.02 * narrow:
             exact = narrow - cost
             shrink = math.sqrt(_DISCRETISATION_SHARE * exact / cost) if cost > 0 else math.inf
             nearer = guess * (target / exact) ** (1 / curve.slope_near(guess))
-            return min(WIDEST_FINAL_INTERVAL, interval / 2 * shrink), nearer
+            return min(WIDEST_FINAL_INTERVAL, interval * shrink), nearer
         interval /= 4
     return interval, guess
 
