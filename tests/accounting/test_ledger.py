@@ -239,10 +239,10 @@ def test_two_writers_at_once_are_refused_and_nothing_is_touched(tmp_path):
         assert path.read_bytes() == before
 
 
-def changed_header(data, **changes):
-    """The ledger with fields of its header replaced and the whole chain made anew: a careful hand."""
+def changed_line(data, number, **changes):
+    """The ledger with fields of one line replaced and the whole chain made anew: a careful hand."""
     bodies = [json.loads(line) for line in data.splitlines()]
-    bodies[0].update(changes)
+    bodies[number - 1].update(changes)
     chain, lines = CHAIN_ROOT, []
     for body in bodies:
         body.pop("chain")
@@ -283,11 +283,11 @@ RUN = {"label": "gradient", "event": event_to_json(STEP), "count": 4}
 )
 def test_a_header_that_is_not_understood_is_not_trusted(finished, tmp_path, changes):
     with pytest.raises(LedgerError):
-        reading(tmp_path, changed_header(finished, **changes))
+        reading(tmp_path, changed_line(finished, 1, **changes))
 
 
 def test_an_unchanged_header_chained_anew_is_still_read(finished, tmp_path):
-    assert changed_header(finished) == finished
+    assert changed_line(finished, 1) == finished
     assert reading(tmp_path, finished).end is not None
 
 
@@ -295,15 +295,8 @@ def test_an_unchanged_header_chained_anew_is_still_read(finished, tmp_path):
     "change", [{"repeat": 1000}, {"index": True}, {"label": 3}, {"type": "gift"}], ids=str
 )
 def test_a_line_that_is_not_understood_is_not_trusted(finished, tmp_path, change):
-    bodies = [json.loads(line) for line in finished.splitlines()]
-    bodies[2].update(change)
-    chain, lines = CHAIN_ROOT, []
-    for body in bodies:
-        body.pop("chain")
-        line, chain = encode_line(body, chain)
-        lines.append(line)
     with pytest.raises(BrokenLedgerError, match="line 3"):
-        reading(tmp_path, b"".join(lines))
+        reading(tmp_path, changed_line(finished, 3, **change))
 
 
 def test_a_full_disk_stops_the_run(tmp_path, monkeypatch):
