@@ -1,0 +1,221 @@
+"""Streams: an independent AES oracle, laws of numbers, and tests of distribution that can fail.
+
+Seeds are fixed. Every test of distribution would reject a true sample with probability below 1e-6.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpis import randomness
+from dpis.errors import InputError
+from dpis.randomness import Key, Stream
+
+FALSE_ALARM = 1e-6
+KEY = Key.from_seed(20220)
+
+
+def counter_mode(secret: bytes, purpose: str, step: int, count: int) -> bytes:
+    """The stream block by block, from the block cipher alone."""
+    message = b"dpis/randomness/1:" + step.to_bytes(8, "big") + purpose.encode()
+    key = hmac.new(secret, message, hashlib.sha256).digest()
+    cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
+    blocks = [cipher.update(i.to_bytes(16, "big")) for i in range(-(-count // 16))]
+    return b"".join(blocks)[:count]
+
+
+@pytest.mark.parametrize(("purpose", "step"), [("coins", 0), ("noise", 3), ("ü", 2**64 - 1)])
+def test_the_stream_is_aes_in_counter_mode(purpose: str, step: int) -> None:
+    assert KEY.stream(purpose, step).bytes(100) == counter_mode(KEY.secret, purpose, step, 100)
+
+
+@given(st.lists(st.integers(0, 50), max_size=10))
+def test_reading_in_parts_reads_the_same(parts: list[int]) -> None:
+    stream = KEY.stream("rows", 1)
+    assert b"".join(stream.bytes(n) for n in parts) == KEY.stream("rows", 1).bytes(sum(parts))
+
+
+def test_streams_are_reproducible_and_no_two_are_alike() -> None:
+    keys = [KEY, Key.from_seed(20221), Key.from_seed(-20220), Key.fresh(), Key.fresh()]
+    purposes = ["coins", "accept", "noise", "split", "augment", "rows", "coins1", "1coins"]
+    steps = [0, 1, 2, 256, 2**32, 2**64 - 1]
+    every = list(itertools.product(keys, purposes, steps))
+    starts = [key.stream(purpose, step).bytes(16) for key, purpose, step in every]
+    assert starts == [key.stream(purpose, step).bytes(16) for key, purpose, step in every]
+    assert len(set(starts)) == len(every)
+
+
+def test_a_key_does_not_show_its_secret() -> None:
+    for key in (Key.fresh(), Key.from_seed(1)):
+        shown = repr(key) + str(key) + f"{key}" + repr(key.stream("coins", 0))
+        assert key.secret.hex() not in shown
+        assert repr(key.secret)[2:-1] not in shown
+
+
+def test_a_seeded_key_says_so() -> None:
+    assert KEY.seeded
+    assert KEY.seed == 20220
+    assert not Key.fresh().seeded
+    assert Key.fresh().seed is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Key(b"short"),
+        lambda: Key("x" * 32),  # type: ignore[arg-type]
+        lambda: Key.from_seed(True),
+        lambda: Key.from_seed(1.0),  # type: ignore[arg-type]
+        lambda: KEY.stream("", 0),
+        lambda: KEY.stream("coins", -1),
+        lambda: KEY.stream("coins", 2**64),
+        lambda: KEY.stream("coins", True),
+        lambda: KEY.stream("coins", 1.0),  # type: ignore[arg-type]
+        lambda: KEY.stream("coins", 0).uniforms(-1),
+        lambda: KEY.stream("coins", 0).normals(-1),
+    ],
+)
+def test_wrong_requests_are_refused(wrong: Callable[[], object]) -> None:
+    with pytest.raises(InputError):
+        wrong()
+
+
+def test_a_stream_ends_before_it_could_be_told_from_randomness(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(randomness, "MOST_BYTES", 64)
+    stream = KEY.stream("noise", 0)
+    stream.bytes(64)
+    with pytest.raises(InputError, match="another purpose"):
+        stream.bytes(1)
+
+
+# ── uniforms ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("byte", "expected"), [(0x00, 2.0**-53), (0xFF, 1 - 2.0**-53)])
+def test_the_extremes_of_a_uniform_are_inside(
+    byte: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stream, "_next", lambda _, count: np.full(count, byte, dtype=np.uint8))
+    stream = KEY.stream("coins", 0)
+    assert stream.uniforms(3).tolist() == [expected] * 3
+    assert stream.normals(3).isfinite().all()
+
+
+def test_uniforms_are_centres_of_cells() -> None:
+    numerators = KEY.stream("coins", 0).uniforms(10_000) * 2.0**53
+    assert (numerators % 2 == 1).all()
+
+
+@given(st.lists(st.integers(0, 20), max_size=5))
+def test_uniforms_in_parts_are_the_same(parts: list[int]) -> None:
+    stream, whole = KEY.stream("coins", 5), KEY.stream("coins", 5).uniforms(sum(parts))
+    assert [u for n in parts for u in stream.uniforms(n)] == whole.tolist()
+
+
+def accept_uniforms(sample: np.ndarray) -> None:
+    counts = np.histogram(sample, bins=256, range=(0, 1))[0]
+    assert stats.chisquare(counts).pvalue > FALSE_ALARM
+    assert stats.kstest(sample, "uniform").pvalue > FALSE_ALARM
+    assert abs(lag_one(sample)) < stats.norm.isf(FALSE_ALARM / 2)
+
+
+def lag_one(sample: np.ndarray) -> float:
+    """Standard normal if the sample is independent."""
+    scaled = (sample - sample.mean()) / sample.std()
+    return float((scaled[1:] * scaled[:-1]).sum() / len(scaled) ** 0.5)
+
+
+def test_uniforms_are_uniform() -> None:
+    accept_uniforms(KEY.stream("coins", 0).uniforms(100_000))
+    with pytest.raises(AssertionError):
+        accept_uniforms(KEY.stream("coins", 0).uniforms(100_000) ** 1.05)
+    with pytest.raises(AssertionError):
+        accept_uniforms(np.repeat(KEY.stream("coins", 0).uniforms(50_000), 2))
+
+
+# ── normals ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accept_normals(sample: np.ndarray) -> None:
+    edges = stats.norm.ppf(np.linspace(0, 1, 201))
+    counts = np.histogram(sample, bins=edges)[0]
+    assert stats.chisquare(counts).pvalue > FALSE_ALARM
+    assert stats.kstest(sample, "norm").pvalue > FALSE_ALARM
+    squares = stats.chi2(len(sample)).cdf((sample**2).sum())
+    assert FALSE_ALARM / 2 < squares < 1 - FALSE_ALARM / 2
+
+
+def accept_pairs(sample: np.ndarray) -> None:
+    """The two halves of what Box and Muller give belong together; they must not show it."""
+    first, second = np.split(sample, 2)
+    for left, right in ((first, second), (first**2 - 1, second**2 - 1), (first, second**2 - 1)):
+        score = (left * right).mean() / (left * right).std() * len(left) ** 0.5
+        assert abs(score) < stats.norm.isf(FALSE_ALARM / 2)
+
+
+def test_normals_are_normal() -> None:
+    sample = KEY.stream("noise", 0).normals(100_000).numpy()
+    accept_normals(sample)
+    accept_pairs(sample)
+    assert abs(lag_one(sample)) < stats.norm.isf(FALSE_ALARM / 2)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda normals: normals * 2 / 3,
+        lambda normals: normals * 3 / 2,
+        lambda normals: normals + 0.05,
+        lambda normals: np.clip(normals, -2.5, 2.5),
+        lambda normals: np.sign(normals) * np.abs(normals) ** 1.1,
+    ],
+)
+def test_what_is_not_standard_normal_is_rejected(
+    broken: Callable[[np.ndarray], np.ndarray],
+) -> None:
+    with pytest.raises(AssertionError):
+        accept_normals(broken(KEY.stream("noise", 0).normals(100_000).numpy()))
+
+
+def test_halves_of_equal_size_are_rejected() -> None:
+    first = KEY.stream("noise", 0).normals(50_000).numpy()
+    with pytest.raises(AssertionError):
+        accept_pairs(np.concatenate([first, np.abs(first) * np.sign(first[::-1])]))
+
+
+def test_streams_of_two_purposes_or_steps_are_uncorrelated() -> None:
+    samples = [
+        KEY.stream(purpose, step).normals(50_000)
+        for purpose in ("noise", "coins")
+        for step in (0, 1, 2)
+    ]
+    scores = torch.stack(samples) @ torch.stack(samples).T / 50_000**0.5
+    off_diagonal = scores[~torch.eye(len(samples), dtype=torch.bool)]
+    assert off_diagonal.abs().max() < stats.norm.isf(FALSE_ALARM / 30)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, randomness._BLOCK, randomness._BLOCK + 1, 300_001])
+def test_any_number_of_normals_whatever_the_threads(count: int) -> None:
+    before = torch.get_num_threads()
+    drawn = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        drawn.append(KEY.stream("noise", 4).normals(count))
+    torch.set_num_threads(before)
+    assert drawn[0].shape == (count,)
+    assert drawn[0].dtype == torch.float64
+    assert torch.equal(*drawn)
+    assert len(drawn[0].unique()) == count
