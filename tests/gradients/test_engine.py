@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, batches
+from dpis.gradients.engine import LANES
 from tests.gradients import oracles
 from tests.gradients.problems import PROBLEMS, Problem, mlp
 
@@ -63,7 +64,7 @@ class TestChunks:
         assert result.sums.keys() == dict(module.named_parameters()).keys()
 
     def test_sums_are_double(self) -> None:
-        result = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=4)(labelled(9), ones)
+        result = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=LANES)(labelled(99), ones)
         assert {value.dtype for value in result.sums.values()} == {torch.float64}
 
     def test_the_chunk_is_chosen_once_and_fits(self) -> None:
@@ -77,7 +78,54 @@ class TestChunks:
         }
         assert len(chunks) == 1
         expecting = RecordGradients(mlp(), nn.CrossEntropyLoss(), expected_records=20)
-        assert expecting.chunk(labelled(20)) == expecting.chunk(labelled(3)) == 32
+        assert expecting.chunk(labelled(20)) == expecting.chunk(labelled(3)) == LANES
+
+    def test_chunks_are_whole_vectors_where_records_are_small(self) -> None:
+        small = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=7)
+        assert small.chunk(labelled(3)) == LANES
+        wide = RecordGradients(nn.Linear(1 << 20, CLASSES), nn.CrossEntropyLoss(), chunk=7)
+        assert wide.chunk((torch.zeros(3, 1 << 20), torch.zeros(3, dtype=torch.long))) == 7
+
+
+class TestBatchShaped:
+    """What the mechanism writes into the ledger: whether a norm's last bits may depend on the neighbours."""
+
+    def test_shapes_that_are_ours(self) -> None:
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss())
+        assert not gradients.batch_shaped(labelled(9))
+
+    @pytest.mark.parametrize("name", ["lstm-packed", "gru-packed", "embedding-bag-offsets"])
+    def test_shapes_that_follow_the_values(self, name: str) -> None:
+        problem = next(p for p in PROBLEMS if p.id == name)
+        gradients = RecordGradients(problem.module(), objective=problem.objective)
+        assert gradients.batch_shaped(problem.batch(8))
+
+    def test_a_batch_cut_to_its_longest_record(self) -> None:
+        class Cut(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(6, CLASSES)
+
+            def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+                used = torch.arange(x.shape[1]) < lengths[:, None]
+                longest = int(lengths.max())
+                return (self.linear(x[:, :longest]) * used[:, :longest, None]).sum(1)
+
+        batch = torch.randn(3, 5, 6), torch.tensor([1, 2, 4]), torch.tensor([0, 1, 2])
+        assert RecordGradients(Cut(), nn.CrossEntropyLoss()).batch_shaped(batch)
+
+    def test_a_result_that_depends_on_the_place(self) -> None:
+        class Placed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(6, CLASSES)
+
+            def forward(self, x: Tensor) -> Tensor:
+                last_bit = 1 + 2.0**-23 * (torch.arange(len(x)) == len(x) - 1)
+                return self.linear(x) * last_bit[:, None]
+
+        gradients = RecordGradients(Placed(), nn.CrossEntropyLoss())
+        assert gradients.batch_shaped(labelled(9))
 
 
 # Shapes that are ours: a norm may not change by one bit with the neighbours of a record.
@@ -298,25 +346,66 @@ class TestLaterBatches:
             gradients(labelled(8), ones)
 
 
-@pytest.mark.parametrize(("features", "hidden", "positions"), [(33, 65, 9), (301, 299, 3)])
+class Averaged(nn.Module):
+    """A layer on sequences, averaged, classified."""
+
+    def __init__(self, layer: nn.Module, features: int) -> None:
+        super().__init__()
+        self.layer, self.classify = layer, nn.Linear(features, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+        return self.classify(outputs.tanh().mean(1))
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """With the weights asked for, the products are made one by one instead of by a fused kernel."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x, x, x)
+
+
+def transformer(width: int, heads: int, inner: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, heads, inner, dropout=0.0, batch_first=True)
+    return Averaged(layer, width)
+
+
+# Sizes at which vectors and rows do not begin on a boundary: input features, positions, model.
+ODD_SIZES: dict[str, tuple[int, int, Callable[[], nn.Module]]] = {
+    "linear": (33, 9, lambda: Averaged(nn.Linear(33, 65), 65)),
+    "linear-wide": (301, 3, lambda: Averaged(nn.Linear(301, 299), 299)),
+    "layer-norm": (33, 5, lambda: Averaged(nn.LayerNorm(33), 33)),
+    "rnn": (5, 6, lambda: Averaged(nn.RNN(5, 7, batch_first=True), 7)),
+    "rnn-single": (1, 6, lambda: Averaged(nn.RNN(1, 1, batch_first=True), 1)),
+    "gru": (5, 6, lambda: Averaged(nn.GRU(5, 7, batch_first=True), 7)),
+    "lstm": (5, 6, lambda: Averaged(nn.LSTM(5, 7, batch_first=True), 7)),
+    "lstm-large-weights": (33, 3, lambda: Averaged(nn.LSTM(33, 17, batch_first=True), 17)),
+    "lstm-even": (6, 5, lambda: Averaged(nn.LSTM(6, 50, batch_first=True), 50)),
+    "lstm-projected": (5, 6, lambda: Averaged(nn.LSTM(5, 7, proj_size=3, batch_first=True), 3)),
+    "lstm-two-layers": (
+        5,
+        6,
+        lambda: Averaged(nn.LSTM(5, 7, 2, bidirectional=True, batch_first=True), 14),
+    ),
+    "attention": (9, 5, lambda: Averaged(SelfAttention(9, 3, batch_first=True), 9)),
+    "transformer": (10, 6, lambda: transformer(10, 2, 13)),
+    "transformer-one-head": (7, 5, lambda: transformer(7, 1, 11)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("chunk", [16, 7])
-def test_a_norm_keeps_its_bits_at_odd_sizes(
-    features: int, hidden: int, positions: int, chunk: int
-) -> None:
-    class Averaged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Linear(features, hidden), nn.Linear(hidden, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.outer(self.inner(x).tanh().mean(1))
-
-    gradients = RecordGradients(Averaged(), nn.CrossEntropyLoss(), chunk=chunk)
+@pytest.mark.parametrize("name", ODD_SIZES)
+def test_a_norm_keeps_its_bits_at_odd_sizes(name: str, chunk: int) -> None:
+    features, positions, model = ODD_SIZES[name]
+    gradients = RecordGradients(model(), nn.CrossEntropyLoss(), chunk=chunk)
     x, y = torch.randn(40, positions, features), torch.randint(0, CLASSES, (40,))
     norms = gradients((x, y), ones).norms
     for _ in range(3):
         some = torch.randperm(40)[:29]
         assert torch.equal(gradients((x[some], y[some]), ones).norms, norms[some])
+    assert not gradients.batch_shaped((x, y))
 
 
 @pytest.mark.parametrize("inplace", [lambda h, g: h.mul_(g), lambda h, g: h.__setitem__(0, g)])

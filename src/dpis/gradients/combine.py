@@ -10,6 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from dpis.gradients.aligned import product
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.squares import where_terms_cancel
 
@@ -101,7 +102,7 @@ def inner_products(a: Factor, b: Factor) -> Tensor:
         # Σ_{l,m} g_l[index_m] <x_l, e_m>: never a table a record
         L = a.inputs.shape[1]
         picked = a.output_grads.gather(2, b.indices[:, None, :].expand(-1, L, -1))
-        return (picked * torch.bmm(a.inputs, b.output_grads.mT)).sum((1, 2))
+        return (picked * product(a.inputs, b.output_grads.mT)).sum((1, 2))
     return (a.explicit() * b.explicit()).reshape(a.records, -1).sum(1)
 
 

@@ -20,6 +20,9 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 # What the activations of one chunk may take: larger chunks fall out of the caches.
 CHUNK_BYTES = 64 << 20
 LARGEST_CHUNK = 512
+# Vector kernels treat the entries that do not fill their last vectors by other code, which rounds differently. With
+# whole vectors of records there are none, in whatever order records and features lie.
+LANES = 64 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 32
 # Where nothing is said of how many records to expect: small batches are not padded beyond measure.
 USUAL_CHUNK = 128
 
@@ -53,7 +56,8 @@ class RecordGradients:
         rows_per_record: a record is this many consecutive rows of the batch (augmentations of an
             image, texts of a user); its loss is the mean over its rows.
         chunk: how many records run at once; None: as many as fit the caches. Batches are padded to
-            whole chunks, so that a record's norm does not depend on who shares its batch.
+            whole chunks, so that a record's norm does not depend on who shares its batch. For the same reason
+            chunks are whole multiples of ``LANES``, unless records are so large that this would not fit.
         expected_records: how many records a batch has on average, as far as that is public; no
             larger chunk is chosen. The size of an actual batch never decides: it is private.
         check: compare with plain autograd at the first batch.
@@ -83,7 +87,9 @@ class RecordGradients:
         elif loss is not None or objective is None:
             raise ValueError("Exactly one of loss and objective is required.")
         self._recorder = Recorder(guards.checked(module), objective, rows_per_record, check)
-        self._chunk, self._expected_records = chunk, expected_records
+        self._given_chunk, self._expected_records = chunk, expected_records
+        self._chunk: int | None = None
+        self._batch_shaped: bool | None = None
         self.parameters = self._recorder.parameters
         if not self.parameters:
             raise ValueError("No parameter of the module requires a gradient: nothing to train.")
@@ -130,10 +136,27 @@ class RecordGradients:
         if self._chunk is None:
             self._recorder.prepare(batch)
             fitting = CHUNK_BYTES // max(1, self._recorder.bytes_per_record)
+            wanted = self._given_chunk or min(LARGEST_CHUNK, self._expected_records)
+            whole_lanes = LANES * -(-wanted // LANES)
             power_of_two = 1 << max(0, fitting.bit_length() - 1)
-            expected = 16 * -(-self._expected_records // 16)
-            self._chunk = min(power_of_two, LARGEST_CHUNK, expected)
+            self._chunk = (
+                whole_lanes if whole_lanes <= fitting else self._given_chunk or power_of_two
+            )
         return self._chunk
+
+    def batch_shaped(self, batch: Batch) -> bool:
+        """Whether the last bits of a record's norm may depend on who shares its batch.
+
+        They do where sizes inside the model follow the batch (packed sequences), and where a kernel rounds records
+        differently by their place. The latter is tried out, once, on a chunk of these records in several orders.
+        """
+        if self._batch_shaped is None:
+            size, K = self.chunk(batch), self._recorder.rows_per_record
+            places = torch.arange(size, device=batches.device(batch)) % batches.records(batch, K)
+            chunk = batches.take(batch, batches.rows_of_records(places, K))
+            moves = self._recorder.depends_on_place(chunk)
+            self._batch_shaped = moves or self._recorder.batch_shaped
+        return self._batch_shaped
 
     def _record_chunk(
         self, batch: Batch, start: int, size: int, records: int, present: Tensor | None
@@ -147,7 +170,8 @@ class RecordGradients:
         places = torch.arange(start, start + size, device=batches.device(batch))
         places = places.clamp(max=records - 1)
         chunk = batches.take(batch, batches.rows_of_records(places, K))
-        return self._recorder.record(chunk, None if present is None else present[places])
+        shown = None if present is None else present[places]
+        return self._recorder.record(chunk, shown, real=records - start)
 
 
 def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

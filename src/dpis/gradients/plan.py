@@ -57,6 +57,21 @@ class GeneralRuleError(RuntimeError):
         self.key = key
 
 
+@dataclass(frozen=True)
+class Findings:
+    """What a few forward passes tell about a model.
+
+    Attributes:
+        plan: what to do with every call.
+        bytes_per_record: what the uses of one record hold.
+        batch_shaped: whether sizes inside the model follow the values of the batch.
+    """
+
+    plan: Plan
+    bytes_per_record: int
+    batch_shaped: bool
+
+
 # Each round follows one more link in chains of calls that depend on no record.
 MOST_ROUNDS = 50
 
@@ -68,7 +83,7 @@ Forward = Callable[[Watch, Batch], Tensor]
 
 def make_plan(
     forward: Forward, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
-) -> tuple[Plan, int]:
+) -> Findings:
     """Judge every call from a few forward passes on two and three records.
 
     Two records against three show which dimensions grow with the batch: sizes are never guessed.
@@ -80,9 +95,6 @@ def make_plan(
         new_watch: makes a watch that follows a plan.
         batch: at least three records.
         K: rows of a record.
-
-    Returns:
-        The plan, and how many bytes the uses of one record hold.
 
     Raises:
         CouplingError: if changing one record changes another's loss or activations.
@@ -102,9 +114,11 @@ def make_plan(
         plan = constants
     else:
         raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
+    batch_shaped = any(use.batch_shaped for use in more.uses.values())
     for record in range(3):
         moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
         refuse_coupled_losses(more.losses, moved.losses, record, K)
+        batch_shaped |= _sizes(moved) != _sizes(more)
         gradients = gradients_of(moved, record, K)
         for key, verdict in judged.items():
             if isinstance(verdict, Placed):
@@ -112,7 +126,7 @@ def make_plan(
                 growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
                 judged[key] = replace(verdict, growths=growths)
     judged = {key: _settled(verdict) for key, verdict in judged.items()}
-    return plan | judged, _bytes(more) // 3
+    return Findings(plan | judged, _bytes(more) // 3, batch_shaped)
 
 
 def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
@@ -188,7 +202,16 @@ def _bytes(trace: Trace) -> int:
     uses = trace.uses.values()
     held = {id(tensor): tensor for use in uses for tensor, _ in use.held}
     kept = [*held.values(), *(tensor for use in uses for tensor in use.watched)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+    inside = sum(use.bytes_inside for use in uses)
+    return inside + sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def _sizes(trace: Trace) -> dict[Key, list[torch.Size]]:
+    """Those of all tensors that the uses know."""
+    return {
+        key: [*use.shapes, *(tensor.shape for tensor, _ in use.held)]
+        for key, use in trace.uses.items()
+    }
 
 
 def _judge(few: Use | None, more: Use, K: int) -> Verdict:

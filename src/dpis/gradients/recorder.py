@@ -61,7 +61,7 @@ class Recorder:
         self.module, self.objective = module, objective
         self.rows_per_record = rows_per_record
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.bytes_per_record = 0
+        self.bytes_per_record, self.batch_shaped = 0, False
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
         self._check, self._ready = check, False
         self._plan: Plan = {}
@@ -69,16 +69,20 @@ class Recorder:
         self._passes = 0
         self._said, self._said_names = 0, set[str]()
 
-    def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
-        """The gradients of every record of a batch, as factors."""
+    def record(self, batch: Batch, present: Tensor | None = None, real: int | None = None) -> Tape:
+        """The gradients of every record of a batch, as factors.
+
+        Args:
+            batch: the records.
+            present: which rows count; None: all.
+            real: only the first so many are records, the rest fills up; None: all.
+        """
         self._require_unchanged()
         self.prepare(batch)
         self._passes += 1
-        if (
-            self._check and self._passes & (self._passes - 1) == 0
-        ):  # the first batch may not show everything
+        if self._check and _is_power_of_two(self._passes):  # the first batch may not show all
             with self._undisturbed():
-                self._compare_with_autograd(self._several(batch))
+                self._compare_with_autograd(self._several(batch, real))
         tape = self._record(batch, present)
         self._say_what_is_slow()
         return tape
@@ -92,6 +96,23 @@ class Recorder:
             self._plan = self._make_plan(few)
             self._require_gradients(few)
         self._ready = True
+
+    def depends_on_place(self, batch: Batch) -> bool:
+        """Whether the last bits of norms change when the records of a batch change their places."""
+        records = batches.records(batch, self.rows_per_record)
+
+        def norms(shift: int) -> Tensor:
+            places = torch.arange(records, device=batches.device(batch)).roll(shift)
+            rolled = batches.take(batch, batches.rows_of_records(places, self.rows_per_record))
+            return self._record(rolled).norms().roll(-shift)
+
+        self.prepare(batch)
+        with self._undisturbed(), without_dropout(self.module):
+            in_order = norms(0)
+            return any(
+                not torch.equal(norms(shift).nan_to_num(), in_order.nan_to_num())
+                for shift in (1, records // 2 + 1, records - 3)
+            )
 
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
@@ -189,8 +210,10 @@ class Recorder:
         def new_watch(plan: Plan) -> Watch:
             return self._new_watch(plan, keep_watched=True)
 
-        plan, self.bytes_per_record = make_plan(self._forward, new_watch, few, self.rows_per_record)
-        return plan
+        found = make_plan(self._forward, new_watch, few, self.rows_per_record)
+        self.bytes_per_record = max(self.bytes_per_record, found.bytes_per_record)
+        self.batch_shaped |= found.batch_shaped
+        return found.plan
 
     def _say_what_is_slow(self) -> None:
         """Once for each parameter, when it is found out."""
@@ -251,9 +274,9 @@ class Recorder:
         index = torch.arange(3, device=batches.device(batch)) % records
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
-    def _several(self, batch: Batch) -> Batch:
+    def _several(self, batch: Batch, real: int | None) -> Batch:
         """Some records from all over the batch, in no order that the batch may have."""
-        records = batches.records(batch, self.rows_per_record)
+        records = real or batches.records(batch, self.rows_per_record)
         shuffled = torch.randperm(records)[:MOST_COMPARED]
         index = shuffled.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
@@ -268,6 +291,10 @@ class Recorder:
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _eagerly() -> AbstractContextManager[object]:

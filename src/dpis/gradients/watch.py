@@ -13,12 +13,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dpis.gradients.aligned import as_aligned
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
 from dpis.gradients.rules.base import Call, CouplingError, Rule, name_of
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
-from dpis.gradients.rules.linear import aligned_linear
 
 # A call: its function, where its parameters come from, and how often that was seen before.
 Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
@@ -70,6 +70,8 @@ class Use:
     shapes: Shapes
     record_order: Tensor | None = None
     watched: tuple[Tensor, ...] = ()
+    bytes_inside: int = 0
+    batch_shaped: bool = False
 
     def changed_in_place(self) -> bool:
         """Whether a tensor that ``saved`` needs no longer holds what the call saw."""
@@ -120,8 +122,7 @@ class Watch(TorchFunctionMode):
             raise CouplingError(_BATCH_NORM)
         parameters = tuple(self._among(args, kwargs))
         if not parameters or not torch.is_grad_enabled():
-            function = aligned_linear if function is functional.linear else function
-            return function(*args, **kwargs)
+            return as_aligned(function, by_name=bool(kwargs))(*args, **kwargs)
         return self._see(function, args, kwargs, parameters)
 
     def source_of(self, tensor: Tensor) -> Source:
@@ -175,8 +176,19 @@ class Watch(TorchFunctionMode):
             edges = tuple(get_gradient_edge(tensor) for tensor in ran.watched)
             shapes = tuple(tensor.shape for tensor in ran.watched)
             watched = ran.watched if self._keep_watched else ()
-            order = self.record_order
-            use = Use(key, rule, parameters, ran.saved, held, edges, shapes, order, watched)
+            use = Use(
+                key,
+                rule,
+                parameters,
+                ran.saved,
+                held,
+                edges,
+                shapes,
+                self.record_order,
+                watched,
+                ran.bytes_inside,
+                ran.batch_shaped,
+            )
             self.uses.append(use)
         return ran.result
 

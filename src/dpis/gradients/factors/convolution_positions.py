@@ -1,6 +1,6 @@
 """Images as matrices: one line for each position, one column for each channel.
 
-BLAS may round a product differently where its matrices begin elsewhere relative to a vector register
+A product rounds differently where its matrices begin elsewhere relative to a vector register
 (seen with MKL: 9 positions of 81 channels, records at odd multiples of 4 bytes). A record's norm
 would then depend on its place in the batch. So the matrices of every record begin at a multiple of
 ``ALIGNMENT`` numbers: channels of zeros are added where their size does not bring this about.
@@ -13,8 +13,7 @@ from math import prod
 from torch import Tensor
 from torch.nn.functional import pad
 
-ALIGNMENT = 4
-"""Numbers; 16 bytes in float32."""
+from dpis.gradients.aligned import ALIGNMENT
 
 
 def positions(values: Tensor, rows: int, *, pad_channels: bool = False) -> Tensor:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from dpis.gradients.aligned import filled_up
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.selection import contributing
 from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
-# Numbers: 16 bytes of float32.
-ALIGNMENT = 4
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
 
@@ -68,13 +66,13 @@ class Outer(Factor):
         return I * O <= L * (I + O)
 
     def _gram_norms(self) -> Tensor:
-        grams = gram(aligned(self.inputs)).mul_(gram(aligned(self.output_grads)))
+        grams = gram(self.inputs).mul_(gram(self.output_grads))
         diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
         return where_terms_cancel(grams.flatten(1).sum(1), diagonals, self._explicit_norms)
 
     def _explicit_norms(self) -> Tensor:
         block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())
-        inputs, output_grads = aligned(self.inputs), aligned(self.output_grads)
+        inputs, output_grads = _aligned(self.inputs), _aligned(self.output_grads)
         blocks = torch.split(inputs, block), torch.split(output_grads, block)
         pairs = zip(*blocks, strict=True)
         return torch.cat([squared_norms(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs])
@@ -90,7 +88,7 @@ class Outer(Factor):
 
     def explicit(self) -> Tensor:
         """``gᵀ x`` for every record."""
-        explicit = torch.bmm(aligned(self.output_grads).mT, aligned(self.inputs))
+        explicit = torch.bmm(_aligned(self.output_grads).mT, _aligned(self.inputs))
         return explicit[:, : self.shape[0], : self.shape[1]]
 
     def fold(self, rows_per_record: int) -> Outer:
@@ -119,15 +117,12 @@ class Outer(Factor):
         )
 
 
-def aligned(vectors: Tensor) -> Tensor:
-    """Padded with zeros so that every record's matrix, and every product of two, begins at a multiple of `ALIGNMENT`.
-
-    Matrix kernels round differently where a matrix begins off a boundary, and a norm must not depend on its place.
-    """
-    positions, features = (-size % ALIGNMENT for size in vectors.shape[1:])
-    return pad(vectors, (0, features, 0, positions)) if positions or features else vectors
-
-
 def gram(vectors: Tensor) -> Tensor:
     """``<v_l, v_m>`` for all pairs of positions of each record: ``[R, L, D] -> [R, L, L]``."""
-    return torch.bmm(vectors, vectors.mT)
+    L, vectors = vectors.shape[1], _aligned(vectors)
+    return torch.bmm(vectors, vectors.mT)[:, :L, :L]
+
+
+def _aligned(vectors: Tensor) -> Tensor:
+    """Every record's matrix, and every product of two of them, begins at a multiple of the alignment."""
+    return filled_up(vectors, -1, -2)

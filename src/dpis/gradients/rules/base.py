@@ -74,12 +74,17 @@ class Ran:
             the first layer, even though the parameters are not detached.
         saved: what ``Rule.factors`` needs from the forward pass.
         held: the tensors in ``saved`` that must not change in place before ``factors`` is called.
+        bytes_inside: what is kept for the backward pass besides ``held`` and ``watched``.
+        batch_shaped: sizes inside follow the values of the batch (the lengths of its records), so that the last bits
+            of a record's result may depend on who shares its batch.
     """
 
     result: Any
     watched: tuple[Tensor, ...]
     saved: Any
     held: tuple[Tensor, ...] = ()
+    bytes_inside: int = 0
+    batch_shaped: bool = False
 
 
 class CouplingError(ValueError):

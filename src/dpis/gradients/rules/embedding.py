@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,6 +57,10 @@ class EmbeddingBag(Table):
         """Sums and means of a table; fixed weights of the entries."""
         summed = call.argument(6, "mode", "mean") in ("sum", "mean")
         return summed and not call.wants(call.argument(8, "per_sample_weights"))
+
+    def run(self, call: Call) -> Ran:
+        """Bags that begin at offsets are as long as the batch has them."""
+        return replace(super().run(call), batch_shaped=call.argument(2, "offsets") is not None)
 
     def factors(
         self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.gradients import aligned
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
-
-# 16 bytes of float32, the strictest that was seen to matter.
-ALIGNED = 4
 
 
 class Linear(Rule):
@@ -25,7 +23,7 @@ class Linear(Rule):
 
     def run(self, call: Call) -> Ran:
         """Run on aligned rows."""
-        result = aligned_linear(*call.args, **call.kwargs)
+        result = aligned.linear(*call.args, **call.kwargs)
         return Ran(result, (result,), saved=call, held=call.inputs())
 
     def factors(
@@ -54,7 +52,7 @@ class Product(Rule):
 
     def run(self, call: Call) -> Ran:
         """Run on aligned rows."""
-        result = aligned_product(call.argument(0, "input"), call.argument(1, "other"))
+        result = aligned.product(call.argument(0, "input"), call.argument(1, "other"))
         return Ran(result, (result,), saved=call, held=call.inputs())
 
     def factors(
@@ -82,8 +80,8 @@ class AddedProduct(Rule):
     def run(self, call: Call) -> Ran:
         """Run on aligned rows."""
         bias, x, weight = call.args
-        plain = not (weight.shape[0] % ALIGNED or weight.shape[1] % ALIGNED)
-        result = torch.addmm(bias, x, weight) if plain else aligned_product(x, weight) + bias
+        odd = any(aligned.missing(size) for size in weight.shape)
+        result = aligned.product(x, weight) + bias if odd else torch.addmm(bias, x, weight)
         return Ran(result, (result,), saved=call, held=call.inputs())
 
     def factors(
@@ -96,32 +94,6 @@ class AddedProduct(Rule):
             yield weight, Outer(g, positions_in_the_middle(x, layouts[0]))
         if saved.wants(bias):
             yield bias, Dense(sum_of_positions(g))
-
-
-def aligned_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``linear``, whose result for a row does not depend on the row's place.
-
-    Matrix kernels of CPUs sum a row in another order when it does not begin on a boundary. A
-    record's result would then change in its last bits with its place in the batch; so features are
-    filled up with zeros, where their number is odd, until all rows begin alike.
-    """
-    plain = weight.shape[-1] % ALIGNED == 0 and weight.stride(-1) == 1
-    if plain or weight.ndim != 2:
-        return functional.linear(input, weight, bias)
-    result = aligned_product(input, weight.mT)
-    return result if bias is None else result + bias
-
-
-def aligned_product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``, whose result for a row does not depend on the row's place."""
-    rows, columns = right.shape[-2:]
-    more_rows, more_columns = -rows % ALIGNED, -columns % ALIGNED
-    if not more_rows and not more_columns:
-        return left @ right
-    padded = functional.pad(left, (0, more_rows)) @ functional.pad(
-        right, (0, more_columns, 0, more_rows)
-    )
-    return padded[..., :columns]
 
 
 def positions_in_the_middle(tensor: Tensor, layout: Layout) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -77,7 +77,10 @@ class Cell(ABC):
     stated, and nothing else changes.
     """
 
-    adds_gates: bool = True
+    gates: ClassVar[int]
+    """How many there are."""
+
+    adds_gates: ClassVar[bool] = True
     """Whether inputs and hidden state are simply added, so that their gate gradients are the same."""
 
     @abstractmethod

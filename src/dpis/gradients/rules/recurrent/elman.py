@@ -16,6 +16,8 @@ from dpis.gradients.rules.recurrent.cell import Cell, GateGrads, State, Trace, W
 class ElmanCell(Cell):
     """``nn.RNN``. Both derivatives follow from the output: ``1 - h²`` and ``[h > 0]``."""
 
+    gates = 1
+
     relu: bool
 
     def projection_bias(self, weights: Weights) -> Tensor:

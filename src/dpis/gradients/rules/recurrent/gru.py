@@ -40,6 +40,7 @@ class GruTrace(Trace):
 class GruCell(Cell):
     """``nn.GRU``."""
 
+    gates = 3
     adds_gates = False
 
     def projection_bias(self, weights: Weights) -> Tensor:

@@ -56,6 +56,13 @@ class LayerTrace:
     inputs: list[Tensor]
     traces: list[Trace]
 
+    @property
+    def bytes(self) -> int:
+        """What these tensors take."""
+        kept = [*self.inputs, *(tensor for trace in self.traces for tensor in vars(trace).values())]
+        memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in kept}
+        return sum(tensor.untyped_storage().nbytes() for tensor in memory.values())
+
 
 @dataclass(frozen=True)
 class LayerGrads:

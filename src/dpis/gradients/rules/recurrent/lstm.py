@@ -59,6 +59,8 @@ class LstmTrace(Trace):
 class LstmCell(Cell):
     """``nn.LSTM``, with or without ``proj_size``."""
 
+    gates = 4
+
     def projection_bias(self, weights: Weights) -> Tensor:
         """Both biases: they only ever appear as a sum."""
         return weights.input_bias + weights.hidden_bias

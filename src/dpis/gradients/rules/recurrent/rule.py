@@ -57,7 +57,9 @@ class RecurrentRule(Rule):
         result = self.result(recurrence.like_inputs(run.outputs), final)
         place_of_record = None if call.record_order is None else call.record_order.argsort()
         stand_ins = tuple(watched.stand_in for watched in run.watched)
-        return Ran(result, stand_ins, Saved(run.watched, place_of_record))
+        saved = Saved(run.watched, place_of_record)
+        packed = recurrence.timetable.packed
+        return Ran(result, stand_ins, saved, bytes_inside=run.bytes_inside, batch_shaped=packed)
 
     def factors(
         self, saved: Saved, grads: Sequence[Tensor], layouts: Sequence[Layout]

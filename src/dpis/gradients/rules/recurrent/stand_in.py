@@ -25,6 +25,7 @@ from dpis.gradients.layout import Layout
 from dpis.gradients.rules.recurrent import collect
 from dpis.gradients.rules.recurrent.call import Role
 from dpis.gradients.rules.recurrent.layer import Layer, LayerGrads, LayerTrace
+from dpis.gradients.rules.recurrent.padding import cut
 from dpis.gradients.rules.recurrent.steps import Timetable
 
 # What a gradient is a gradient of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
@@ -65,13 +66,15 @@ class StandIn:
     def gradient(self, trace: LayerTrace, grads: LayerGrads) -> Tensor:
         """The gradient of that tensor, one row for each place of the batch."""
         timetable = trace.layer.timetable
+        gates = 1 if self.source == "projection" else trace.layer.cell.gates
         blocks = [block[:, self.direction] for block in _grads(self.source, grads)]
         if self.form is Form.SUMMED:
-            return collect.summed(timetable, blocks)
+            return cut(collect.summed(timetable, blocks), 1, self.shape[0], gates)
         if self.form is Form.POSITIONS:
-            return collect.positions(timetable, blocks)
+            return cut(collect.positions(timetable, blocks), 2, self.shape[1], gates)
         assert self.role is not None
-        return collect.contracted(blocks, self.inputs(self.role, trace))
+        contracted = collect.contracted(blocks, self.inputs(self.role, trace))
+        return cut(cut(contracted, 2, self.shape[1]), 1, self.shape[0], gates)
 
     def inputs(self, role: Role, trace: LayerTrace) -> list[Tensor]:
         """What the weight of this role is multiplied with, block by block."""
@@ -120,7 +123,8 @@ class WatchedParameter:
 
         if self.inputs is None:
             return Dense(by_record(grad))
-        return Outer(by_record(collect.positions(self.timetable, self.inputs)), by_record(grad))
+        inputs = collect.positions(self.timetable, self.inputs)
+        return Outer(by_record(cut(inputs, 2, self.parameter.shape[1])), by_record(grad))
 
 
 def _source(role: Role, layer: Layer) -> Source:
