@@ -1,18 +1,27 @@
 """Differentially private training for PyTorch with importance sampling."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpis.gradients import fix as fix
+    from dpis.mechanism import AdaptiveClipping as AdaptiveClipping
+    from dpis.training import EarlyStop as EarlyStop
+    from dpis.training import train as train
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "fix"]
+
+_HOMES = {
+    "AdaptiveClipping": "dpis.mechanism",
+    "EarlyStop": "dpis.training",
+    "fix": "dpis.gradients",
+    "train": "dpis.training",
+}
+__all__ = ["AdaptiveClipping", "EarlyStop", "__version__", "fix", "train"]
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch only when it is asked for: planning and verifying do without."""
-    if name == "fix":
-        from dpis.gradients import fix
-
-        return fix
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'dpis' has no attribute {name!r}")

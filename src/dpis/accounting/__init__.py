@@ -22,6 +22,7 @@ from dpis.accounting.ledger import (
     Header,
     Ledger,
     Mode,
+    Norms,
     read_ledger,
 )
 from dpis.accounting.ledger_writer import LedgerWriter
@@ -47,6 +48,7 @@ __all__ = [
     "LedgerWriter",
     "Mode",
     "NormSumBounds",
+    "Norms",
     "PlannedRun",
     "PlannedSequence",
     "PoissonGaussian",

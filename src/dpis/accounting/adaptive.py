@@ -151,7 +151,7 @@ def plan_adaptive(
         if renyi_budget(budget, a) > 0
     }
     order, z = _public_plan(budget, workload, fixed_costs)
-    sigma_k = _norm_noise_multiplier(budget, workload.n_public, norm_sums, order)
+    sigma_k = norm_noise_multiplier(budget, workload.n_public, norm_sums, order)
     norm_releases = [Release(NORM_SUM, sigma_k, cadence) for cadence in norm_releases_per_epoch]
     return AdaptivePlan(
         budget=budget,
@@ -195,14 +195,15 @@ def _public_plan(
     return epsilon_at(z)[1], z
 
 
-def _norm_noise_multiplier(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
+def norm_noise_multiplier(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
+    """``σ_K = max(0.02·n_public, the value at which all norm sums cost 2 % of the budget at that order)``."""
     share = NORM_SUM_SHARE * renyi_budget(budget, order)
     costs_its_share = math.sqrt(norm_sums * order / (2 * share))
     return max(NORM_SUM_SHARE * n_public, costs_its_share)
 
 
 def _norm_sum_cost(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
-    sigma_k = _norm_noise_multiplier(budget, n_public, norm_sums, order)
+    sigma_k = norm_noise_multiplier(budget, n_public, norm_sums, order)
     return norm_sums * order / (2 * sigma_k**2)
 
 

@@ -47,6 +47,16 @@ class CountSource(StrEnum):
     RELEASED = "released"
 
 
+class Norms(StrEnum):
+    """In what shape gradient norms were computed."""
+
+    FIXED_SHAPE = "fixed-shape"
+    """One shape throughout: a record's norm does not depend on who shares its batch."""
+
+    BATCH_SHAPED = "batch-shaped"
+    """The shapes followed the batches (a padding to the longest, a loop that is not ours): rounding may differ."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """The first line: the claim, and what a reader needs to check it."""
@@ -65,6 +75,8 @@ class Header:
     """A fixed seed makes the randomness reproducible, so the claim does not hold: not for release."""
     diagnostics: bool = False
     """Private values were shown to the operator: not for release."""
+    norms: Norms = Norms.FIXED_SHAPE
+    """Rule 19: whether the rounding of a norm can depend on other records."""
 
     def __post_init__(self) -> None:
         adaptive, released = (
@@ -155,6 +167,7 @@ def header_body(header: Header) -> dict[str, Any]:
         "versions": dict(sorted(header.versions.items())),
         "seeded": header.seeded,
         "diagnostics": header.diagnostics,
+        "norms": header.norms.value,
     }
 
 
@@ -171,6 +184,7 @@ _HEADER_FIELDS: dict[str, type | tuple[type, ...]] = {
     "versions": dict,
     "seeded": bool,
     "diagnostics": bool,
+    "norms": str,
 }
 _EVENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "type": str,
@@ -211,6 +225,7 @@ def _header_from_body(body: Mapping[str, Any]) -> Header:
         versions={str(name): str(version) for name, version in body["versions"].items()},
         seeded=body["seeded"],
         diagnostics=body["diagnostics"],
+        norms=Norms(body["norms"]),
     )
 
 

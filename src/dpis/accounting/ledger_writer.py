@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -55,8 +55,14 @@ class LedgerWriter:
         self._file = file
 
     @classmethod
-    def create(cls, path: Path, header: Header) -> LedgerWriter:
-        """Begin a new ledger. A file that exists is never written over."""
+    def create(cls, path: Path, header: Header, first: Sequence[Entry] = ()) -> LedgerWriter:
+        """Begin a new ledger. A file that exists is never written over.
+
+        Args:
+            path: Where.
+            header: The claim, and what it rests on.
+            first: Events that go to the disk together with the header: a released count that the header holds.
+        """
         guard = header.guard()
         try:
             file = path.open("xb")
@@ -69,7 +75,10 @@ class LedgerWriter:
             raise InputError(f"cannot write the ledger {path}: {error.strerror}") from None
         _lock(file, path)
         writer = cls(file, path, header, guard)
-        writer._append([header_body(header)])
+        for entry in first:
+            guard.admit(entry.event)
+        writer._append([header_body(header), *(entry_body(i, e) for i, e in enumerate(first))])
+        writer.recorded = len(first)
         _sync_folder(path.parent)
         return writer
 

@@ -1,0 +1,167 @@
+"""A ledger that is followed: what a resumed run does again is compared, what is new is appended."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpis.accounting import Entry, Guard, Header, LedgerWriter, read_ledger
+from dpis.errors import InputError, LedgerError
+
+
+class Journal(ABC):
+    """Every event of a run passes here before its output is used."""
+
+    @abstractmethod
+    def spend(self, entries: Sequence[Entry]) -> None:
+        """The next events of the run: on disk when this returns, or refused."""
+
+    @abstractmethod
+    def go_to(self, position: int) -> None:
+        """Stand where a checkpoint was taken."""
+
+    @abstractmethod
+    def finish(self, model_sha256: str) -> None:
+        """The model is released: nothing follows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what is open."""
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """How many events the run has gone through."""
+
+    @property
+    @abstractmethod
+    def fraction_spent(self) -> float:
+        """How much of the budget is behind us, from 0 to 1."""
+
+
+class Unprotected(Journal):
+    """For `sgd`: nothing is claimed, so nothing is written."""
+
+    def __init__(self) -> None:
+        self._position = 0
+
+    def spend(self, entries: Sequence[Entry]) -> None:
+        """Count only."""
+        self._position += len(entries)
+
+    def go_to(self, position: int) -> None:
+        """Stand where a checkpoint was taken."""
+        self._position = position
+
+    def finish(self, model_sha256: str) -> None:
+        """There is nothing to close."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    @property
+    def position(self) -> int:
+        """How many events would have been written."""
+        return self._position
+
+    @property
+    def fraction_spent(self) -> float:
+        """There is no budget."""
+        return 0.0
+
+
+class LedgerJournal(Journal):
+    """Follows a ledger from its first event on.
+
+    Up to where the ledger was written, events must be the same as before: a resumed run repeats them with the same
+    randomness, and they count once. From there on events are appended.
+
+    Args:
+        writer: the ledger, open for appending; None if it is closed for good.
+        known: what it holds already.
+        guard: what has admitted these events.
+        model_sha256: what it was closed over.
+    """
+
+    def __init__(
+        self,
+        writer: LedgerWriter | None,
+        guard: Guard,
+        known: Sequence[Entry] = (),
+        model_sha256: str | None = None,
+    ):
+        self._writer, self._guard = writer, guard
+        self._known = tuple(known)
+        self._model_sha256 = model_sha256
+        self._position = 0
+
+    @classmethod
+    def create(cls, path: Path, header: Header, first: Sequence[Entry] = ()) -> LedgerJournal:
+        """A new ledger; ``first`` goes to the disk together with its header."""
+        writer = LedgerWriter.create(path, header, first)
+        return cls(writer, writer.guard, first)
+
+    @classmethod
+    def reopen(cls, path: Path, header: Header) -> LedgerJournal:
+        """Go on with the ledger of an interrupted run, if it is that run's."""
+        ledger = read_ledger(path)
+        if ledger.header != header:
+            raise InputError(
+                f"{path} has another header than this run would write: the package, torch or dp-accounting changed "
+                "since. Resume with the versions it names, or start anew in another folder"
+            )
+        if ledger.end is not None:
+            return cls(None, header.guard(), ledger.entries, ledger.end.model_sha256)
+        writer = LedgerWriter.reopen(path)  # holds the lock from here on
+        return cls(writer, writer.guard, read_ledger(path).entries)
+
+    def go_to(self, position: int) -> None:
+        """Stand where a checkpoint was taken."""
+        if position > len(self._known):
+            raise LedgerError(
+                f"the ledger holds {len(self._known)} events, the checkpoint has gone through {position}: they do not "
+                "belong together, or the ledger lost lines. Nothing was released"
+            )
+        self._position = position
+
+    @property
+    def position(self) -> int:
+        """How many events the run has gone through."""
+        return self._position
+
+    @property
+    def fraction_spent(self) -> float:
+        """By the ledger's guard: what is written ahead counts."""
+        return self._guard.fraction_spent
+
+    def spend(self, entries: Sequence[Entry]) -> None:
+        """Compare with what is known, append what is not."""
+        known = self._known[self._position : self._position + len(entries)]
+        for number, (entry, before) in enumerate(zip(entries, known, strict=False)):
+            if entry != before:
+                raise LedgerError(
+                    f"event {self._position + number} of the resumed run is {entry.event} ({entry.label}), the ledger "
+                    f"holds {before.event} ({before.label}): the run is not the one that was interrupted. "
+                    "Nothing was released"
+                )
+        new = entries[len(known) :]
+        if new and self._writer is None:
+            raise LedgerError("the ledger is closed: nothing may be added to it")
+        if new and self._writer is not None:
+            self._writer.record_all(new)
+        self._position += len(entries)
+
+    def finish(self, model_sha256: str) -> None:
+        """Close the ledger over the released model; one that was closed must have been so over the same."""
+        if self._writer is not None:
+            self._writer.finish(model_sha256)
+        elif self._model_sha256 != model_sha256:
+            raise LedgerError(
+                "the ledger was closed over another model: this one must not be released"
+            )
+
+    def close(self) -> None:
+        """Let go of the file; the run can be resumed."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,276 @@
+"""The one place where sampling, gradients, noise and accounting meet.
+
+A run is a sequence of epochs; an epoch begins with its terms and its events, then takes steps:
+draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or progress bars.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpis.accounting import AdaptivePlan, Cadence, Entry, Event, Gaussian
+from dpis.accounting.adaptive import NORM_SUM
+from dpis.accounting.events import event_from_json, event_to_json
+from dpis.accounting.verify import COUNT
+from dpis.contribution import contribution_weights
+from dpis.errors import BudgetExceededError, InputError
+from dpis.gradients import RecordGradients
+from dpis.gradients.batches import Batch
+from dpis.mechanism.config import Contribution, NormSum
+from dpis.mechanism.journal import Journal
+from dpis.mechanism.plan import Plan, bounded_count
+from dpis.mechanism.terms import Terms, adaptive_terms, predeclared_terms
+from dpis.noise import add_noise
+from dpis.randomness import Key
+from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
+
+APPLIED_NOISE = 1.001
+"""The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """What tells one noisy release from every other: its randomness is derived from it."""
+
+    purpose: str
+    epoch: int
+
+
+NormsOfAll = Callable[[], Tensor]
+"""The gradient norms of all records at the current parameters, float64, in the order of the records."""
+
+
+class Mechanism:
+    """The hidden state of a run, and the only ways in which anything of it is released.
+
+    Args:
+        plan: what was fixed beforehand.
+        population: how many records there are. It decides who can be drawn, nothing that is released.
+        key: the run's secret.
+        journal: where every event goes before its output is used.
+    """
+
+    def __init__(self, plan: Plan, population: int, key: Key, journal: Journal) -> None:
+        config = plan.config
+        self.plan = plan
+        self.clip_norm = config.clip_norm
+        self.step = 0
+        self.steps_left = 0
+        self.terms: Terms | None = None
+        self.update_scale = 1.0
+        self._key = key
+        self._journal = journal
+        self._spent: Counter[Event] = Counter()
+        self.sampler: Sampler = (
+            ImportanceSampler(
+                population, config.clip_norm, headroom=config.headroom, floor=config.floor
+            )
+            if config.method.by_importance
+            else UniformSampler(population, config.clip_norm)
+        )
+
+    # ── noisy statistics beside the gradients ────────────────────────────────────────────────────────
+
+    def release(self, label: str, value: Tensor, sensitivity: float) -> Tensor:
+        """A planned statistic over all records, with its noise: once, before training.
+
+        Args:
+            label: its name in the plan and the ledger.
+            value: the statistic.
+            sensitivity: how far one record can move it at most, in Euclidean norm.
+        """
+        multiplier = self._planned_multiplier(label, Cadence.ONCE)
+        return self._released(label, value, sensitivity, multiplier, Occasion(label, 0))
+
+    def release_count(self) -> float:
+        """A noisy number of records; predeclared, it sets the scale of updates and nothing else."""
+        population = torch.tensor([float(self.sampler.population)], dtype=torch.float64)
+        noisy = float(self.release(COUNT, population, sensitivity=1.0))
+        if not isinstance(self.plan.accounting, AdaptivePlan):
+            declared = self.plan.workload.n_public
+            self.update_scale = declared / bounded_count(noisy, declared)
+        return noisy
+
+    def _planned_multiplier(self, label: str, cadence: Cadence) -> float:
+        planned = () if self.plan.accounting is None else self.plan.accounting.releases
+        for release in planned:
+            if release.label == label and release.cadence is cadence:
+                return release.noise_multiplier
+        raise InputError(
+            f"a release {label!r} ({cadence}) is not in the plan: nobody would pay for it. Add it to the "
+            "config's releases"
+        )
+
+    def _released(
+        self, label: str, value: Tensor, sensitivity: float, multiplier: float, occasion: Occasion
+    ) -> Tensor:
+        self._spend([Entry(label, Gaussian(noise_multiplier=multiplier))])
+        std = APPLIED_NOISE * multiplier * sensitivity
+        stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
+        return add_noise({label: value}, std, stream)[label]
+
+    # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
+
+    def begin_epoch(self, norms_of_all: NormsOfAll) -> Terms:
+        """Fix the terms of the next epoch and spend all of its steps.
+
+        Args:
+            norms_of_all: asked for a full pass, where the method makes one.
+        """
+        if self.steps_left:
+            raise InputError(
+                f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
+            )
+        if self.epoch == self.plan.workload.epochs:
+            raise BudgetExceededError(
+                f"the plan has {self.epoch} epochs and all are done: a step more is not covered by the claim. "
+                "Plan for more epochs from the start"
+            )
+        epoch = self.epoch + 1
+        if isinstance(self.plan.accounting, AdaptivePlan):
+            noisy = self._release_norm_sum(epoch, norms_of_all)
+            terms = adaptive_terms(self.plan, epoch, self.clip_norm, noisy, self._spent)
+        else:
+            terms = predeclared_terms(self.plan, epoch, self.clip_norm)
+        steps = self.plan.workload.steps_per_epoch
+        if self.plan.accounting is not None:
+            self._spend([terms.entry] * steps)
+        self.terms, self.steps_left = terms, steps
+        return terms
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way or was last, from 1; 0 before the first."""
+        return 0 if self.terms is None else self.terms.epoch
+
+    def end_epoch(self) -> None:
+        """Adapt the clip norm for the next epoch, where that was asked for."""
+        config, workload = self.plan.config, self.plan.workload
+        if config.clipping is None or self.epoch == workload.epochs:
+            return
+        noisy = self._release_sum_of_norms(
+            Occasion("clip-sum", self.epoch),
+            bound=config.clipping.ceiling,
+            multiplier=self._planned_multiplier(NORM_SUM, Cadence.BETWEEN_EPOCHS),
+        )
+        self.clip_norm = config.clipping.next_clip_norm(noisy, workload.n_public)
+        self.sampler.set_clip_norm(self.clip_norm)
+
+    def _release_norm_sum(self, epoch: int, norms_of_all: NormsOfAll) -> float:
+        """``K'``, from all norms computed anew or as last seen."""
+        if self.plan.config.norm_sum is NormSum.FULL_PASS:
+            norms = norms_of_all()
+            self.sampler.observe(torch.arange(len(norms)), norms)
+        return self._release_sum_of_norms(
+            Occasion("norm-sum", epoch),
+            bound=self.clip_norm,
+            multiplier=self._planned_multiplier(NORM_SUM, Cadence.EACH_EPOCH),
+        )
+
+    def _release_sum_of_norms(self, occasion: Occasion, bound: float, multiplier: float) -> float:
+        """``Σ min(norm_i, bound)`` with noise; a record that was never seen counts the clip norm (rule 8)."""
+        assert isinstance(self.sampler, ImportanceSampler)
+        total = self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm)
+        value = torch.tensor([total], dtype=torch.float64)
+        return float(self._released(NORM_SUM, value, bound, multiplier, occasion))
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────
+
+    def draw(self) -> Draw:
+        """The candidates of the next step: every record by its own fresh coin."""
+        if self.terms is None or not self.steps_left:
+            raise BudgetExceededError(
+                "no step is accounted for here: begin the next epoch first. Nothing was released"
+            )
+        return self.sampler.draw(self.terms.sampling_rate, self._key.stream("coins", self.step))
+
+    def release_gradient(
+        self,
+        gradients: RecordGradients,
+        batch: Batch,
+        draw: Draw,
+        present: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """The noisy mean gradient over the drawn candidates: ``(C/B)·(Σ v_i + z·Normal(0, I))``.
+
+        Args:
+            gradients: the model and its loss.
+            batch: the rows of the drawn records, in the order of the draw; not looked at if there is none.
+            draw: as `draw` returned it for this step.
+            present: which rows count, for records of several rows.
+        """
+        assert self.terms is not None
+        terms, step = self.terms, self.step
+        if len(draw):
+            result = gradients(batch, self._weigh(draw, terms, step), present)
+            self.sampler.observe(draw.indices, result.norms)
+            sums = result.sums
+        else:  # an empty batch is a normal step: pure noise
+            sums = {name: torch.zeros_like(p) for name, p in gradients.parameters.items()}
+        self.step += 1
+        self.steps_left -= 1
+        if not self.plan.config.method.private:
+            return {name: value / self.plan.workload.batch_size for name, value in sums.items()}
+        std = APPLIED_NOISE * terms.noise_multiplier
+        noisy = add_noise(sums, std, self._key.stream("noise", step))
+        scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
+        return {name: scale * value for name, value in noisy.items()}
+
+    def _weigh(self, draw: Draw, terms: Terms, step: int) -> Callable[[Tensor, Tensor], Tensor]:
+        if not self.plan.config.method.private:
+            return lambda norms, places: torch.ones_like(norms)
+        how = self.plan.config.contribution
+        coins = None
+        if how is Contribution.REJECT:
+            coins = torch.as_tensor(self._key.stream("accept", step).uniforms(len(draw)))
+
+        def weights(norms: Tensor, places: Tensor) -> Tensor:
+            own = places.cpu()
+            return contribution_weights(
+                norms.cpu(),
+                draw.importance[own],
+                clip_norm=terms.clip_norm,
+                how=how,
+                uniforms=None if coins is None else coins[own],
+            ).to(norms.device)
+
+        return weights
+
+    # ── accounting ───────────────────────────────────────────────────────────────────────────────────
+
+    def _spend(self, entries: list[Entry]) -> None:
+        self._journal.spend(entries)
+        self._spent.update(entry.event for entry in entries)
+
+    @property
+    def fraction_spent(self) -> float:
+        """Of the budget, counting the steps of this epoch as they are taken. Public."""
+        return self._journal.fraction_spent
+
+    def state_dict(self) -> dict[str, Any]:
+        """The hidden state. A secret: it holds a norm of every record."""
+        return {
+            "step": self.step,
+            "steps_left": self.steps_left,
+            "clip_norm": self.clip_norm,
+            "update_scale": self.update_scale,
+            "terms": None if self.terms is None else asdict(self.terms),
+            "position": self._journal.position,
+            "spent": [(event_to_json(event), n) for event, n in self._spent.items()],
+            "sampler": self.sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where that state stood; the journal must stand there too."""
+        self._journal.go_to(state["position"])
+        self.step, self.steps_left = state["step"], state["steps_left"]
+        self.clip_norm, self.update_scale = state["clip_norm"], state["update_scale"]
+        self.terms = None if state["terms"] is None else Terms(**state["terms"])
+        self._spent = Counter({event_from_json(event): n for event, n in state["spent"]})
+        self.sampler.load_state_dict(state["sampler"])

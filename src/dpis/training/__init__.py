@@ -1,0 +1,23 @@
+"""The training loop: records, checkpoints, evaluation, and what is released at the end."""
+
+from dpis.training.api import PublicCountWarning, train
+from dpis.training.averaging import WeightAverage
+from dpis.training.evaluation import HeldOut
+from dpis.training.records import Records
+from dpis.training.run import Run, RunOptions
+from dpis.training.trainer import EarlyStop, InterruptedRunError, Result, Task, Trainer
+
+__all__ = [
+    "EarlyStop",
+    "HeldOut",
+    "InterruptedRunError",
+    "PublicCountWarning",
+    "Records",
+    "Result",
+    "Run",
+    "RunOptions",
+    "Task",
+    "Trainer",
+    "WeightAverage",
+    "train",
+]

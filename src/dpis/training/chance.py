@@ -1,0 +1,45 @@
+"""Randomness that protects nothing but must be repeatable: dropout, transforms, initial weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from dpis.randomness import Stream
+
+
+@contextmanager
+def seeded_torch(stream: Stream) -> Iterator[None]:
+    """Torch's generators seeded from a stream; as they were, afterwards."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int.from_bytes(stream.bytes(8), "little") >> 1)
+        yield
+
+
+@contextmanager
+def seeded_generators(stream: Stream) -> Iterator[None]:
+    """The generators of torch, numpy and Python seeded from a stream; as they were, afterwards.
+
+    So a step that is done again, after a crash, sees the same transforms of its items.
+    """
+    before = random.getstate(), np.random.get_state()
+    with seeded_torch(stream):
+        random.seed(stream.bytes(16))
+        np.random.seed(np.frombuffer(stream.bytes(16), np.uint32))
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def torch_generator(seed: bytes, device: torch.device) -> torch.Generator:
+    """A generator of torch, on the device."""
+    generator = torch.Generator(device)
+    generator.manual_seed(int.from_bytes(seed, "little") >> 1)
+    return generator

@@ -1,0 +1,44 @@
+"""The secret state of an unfinished run: written whole or not at all, readable by its owner only."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpis.errors import InputError
+from dpis.training.files import SECRET, write_whole
+
+FORMAT = "dpis-checkpoint/1"
+NOTICE = (
+    "SECRET: this file holds the key of the run's noise and a gradient norm of every record. Whoever has it can undo "
+    "the protection. It is deleted when the run is complete."
+)
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Replace the checkpoint at once: a crash leaves the old or the new, never half."""
+    contents = {"notice": NOTICE, "format": FORMAT, **state}
+    write_whole(path, lambda file: torch.save(contents, file), mode=SECRET)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The state that was saved last.
+
+    Raises:
+        InputError: there is none, or it is not one of ours.
+    """
+    if not path.exists():
+        raise InputError(
+            f"nothing to resume in {path.parent}: it holds no {path.name} (a run that is complete deletes it)"
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise InputError(f"{path} is not a checkpoint of this version ({FORMAT})")
+    return state

@@ -1,0 +1,85 @@
+"""How good a model is on held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dpis.gradients import batches
+
+Metric = Callable[[Any, Any], Tensor]
+"""``metric(output, target)``: one value a row; they are averaged over all rows."""
+
+ROWS_AT_ONCE = 1024
+
+
+def correct(output: Tensor, target: Tensor) -> Tensor:
+    """1 where the largest output is the target's class, else 0 (over positions: their share)."""
+    right = (output.argmax(dim=1) == target).double()
+    return right.reshape(len(right), -1).mean(1)
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """Mean over a row's outputs of the squared difference."""
+    difference = output.double().reshape(target.shape) - target.double()
+    return difference.square().reshape(len(target), -1).mean(1)
+
+
+METRICS: dict[str, Metric] = {"accuracy": correct, "squared_error": squared_error}
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data that takes no part in training, and is not protected.
+
+    Attributes:
+        dataset: gives ``(input, ..., target)``.
+        metrics: by name; averaged over rows.
+        collate_fn: None: torch's default.
+    """
+
+    dataset: Dataset[Any]
+    metrics: Mapping[str, Metric]
+    collate_fn: Callable[[list[Any]], Any] | None = None
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode; every part as it was, afterwards."""
+    before = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in before.items():
+            part.training = training
+
+
+def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict[str, float]:
+    """Every metric over all held-out rows; empty if there is none."""
+    totals = dict.fromkeys(held_out.metrics, 0.0)
+    rows = 0
+    with evaluating(module):
+        for batch in _batches(held_out):
+            *inputs, target = batches.apply(lambda tensor: tensor.to(device), batch)
+            output = module(*inputs)
+            rows += batches.rows(batch)
+            for name, metric in held_out.metrics.items():
+                totals[name] += float(metric(output, target).double().sum())
+    return {name: total / rows for name, total in totals.items()} if rows else {}
+
+
+def _batches(held_out: HeldOut) -> Iterator[Any]:
+    dataset = held_out.dataset
+    if isinstance(dataset, TensorDataset) and held_out.collate_fn is None:
+        for start in range(0, len(dataset), ROWS_AT_ONCE):
+            yield tuple(tensor[start : start + ROWS_AT_ONCE] for tensor in dataset.tensors)
+        return
+    yield from DataLoader(dataset, batch_size=ROWS_AT_ONCE, collate_fn=held_out.collate_fn)

@@ -1,0 +1,160 @@
+"""The released model: weights with the architecture and the preprocessing beside them, usable without this package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from dpis.errors import InputError
+from dpis.training.files import write_whole
+
+METADATA_KEY = "dpis"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a reader of the weights needs.
+
+    Attributes:
+        architecture: a Python expression over ``torch`` and ``nn`` that builds the module; None where it is the
+            user's own code.
+        class_name: the module's class, for whoever has that code.
+        preprocessing: what happens to an input before the module sees it, as JSON.
+        preprocessing_source: the same as Python source that defines ``preprocess(inputs)``, or empty.
+        classes: their names in the order of the outputs.
+        task: "classification" or "regression".
+    """
+
+    architecture: str | None
+    class_name: str
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+    preprocessing_source: str = ""
+    classes: tuple[str, ...] | None = None
+    task: str = "classification"
+
+
+def describe(module: nn.Module, **more: Any) -> ModelCard:
+    """The card of a module; ``more`` are the other fields of the card."""
+    kind = type(module)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    return ModelCard(architecture=architecture_of(module), class_name=name, **more)
+
+
+def architecture_of(module: nn.Module) -> str | None:
+    """An expression that builds the module anew, if it is made of torch's own layers alone.
+
+    Layers of ``torch.nn`` print as the call that makes them. Whether that is so is tried out, never assumed.
+
+    Example:
+        >>> architecture_of(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)))
+        'nn.Sequential(nn.Flatten(start_dim=1, end_dim=-1), nn.Linear(in_features=4, out_features=2, bias=True))'
+    """
+    expression = _expression(module)
+    if expression is None:
+        return None
+    try:
+        with torch.random.fork_rng(devices=()):
+            again = build(expression)
+    except (TypeError, ValueError, NameError, SyntaxError, AttributeError, RuntimeError):
+        return None
+    same = repr(again) == repr(module) and _shapes(again) == _shapes(module)
+    return expression if same else None
+
+
+def _expression(module: nn.Module) -> str | None:
+    if type(module) is nn.Sequential:
+        if [name for name, _ in module.named_children()] != [str(i) for i in range(len(module))]:
+            return None
+        parts = [_expression(child) for child in module]
+        return None if None in parts else f"nn.Sequential({', '.join(map(str, parts))})"
+    kind = type(module)
+    is_torchs = kind.__module__.startswith("torch.nn.") and getattr(nn, kind.__name__, None) is kind
+    if not is_torchs or any(True for _ in module.children()):
+        return None
+    return f"nn.{kind.__name__}({module.extra_repr()})"
+
+
+def build(expression: str) -> nn.Module:
+    """The module that an architecture's expression describes."""
+    module = eval(expression, {"__builtins__": {}, "nn": nn, "torch": torch, "True": True})
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
+
+
+def save_model(path: Path, module: nn.Module, card: ModelCard) -> None:
+    """Write weights and card; the same weights and card give the same bytes."""
+    weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    text = json.dumps(card.__dict__, sort_keys=True)
+    write_whole(path, lambda file: save_file(weights, file, metadata={METADATA_KEY: text}))
+
+
+def load_card(path: Path) -> ModelCard:
+    """The card of a released model."""
+    try:
+        with safe_open(path, "pt") as file:
+            fields = json.loads((file.metadata() or {})[METADATA_KEY])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        raise InputError(f"{path} is not a model that dpis released") from None
+    fields["classes"] = None if fields["classes"] is None else tuple(fields["classes"])
+    return ModelCard(**fields)
+
+
+def load_weights(path: Path, module: nn.Module) -> nn.Module:
+    """The module with released weights, ready to predict."""
+    with safe_open(path, "pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise InputError(
+            f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}"
+        ) from None
+    return module.eval()
+
+
+LOADER = '''"""Use model.safetensors with plain PyTorch: `from model import load, preprocess`."""
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+{preprocessing}
+
+def build():
+    """The untrained network."""
+    return {architecture}
+
+
+def load(path="model.safetensors"):
+    """The trained network, ready to predict."""
+    model = build()
+    model.load_state_dict(load_file(path))
+    return model.eval()
+'''
+
+IDENTITY = '''
+
+def preprocess(inputs):
+    """Inputs are used as they are."""
+    return inputs
+'''
+
+
+def loader_source(card: ModelCard) -> str | None:
+    """A file of Python that builds and loads the model without dpis; None if the architecture is not known."""
+    if card.architecture is None:
+        return None
+    preprocessing = card.preprocessing_source or IDENTITY
+    return LOADER.format(
+        architecture=card.architecture, preprocessing=preprocessing.rstrip("\n") + "\n"
+    )

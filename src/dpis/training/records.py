@@ -1,0 +1,225 @@
+"""A data set seen as records: which rows a drawn record brings, collated, augmented, on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from dpis.data.users import UserIndex, choose_rows, group_by_user
+from dpis.errors import InputError
+from dpis.gradients import CouplingError, batches
+from dpis.gradients.batches import Batch
+from dpis.randomness import Key, Stream
+from dpis.training.chance import seeded_generators, torch_generator
+
+Collate = Callable[[list[Any]], Batch]
+Augment = Callable[[Batch, torch.Generator], Batch]
+"""``augment(batch, generator)``: every row changed at random, independently of all other rows."""
+
+ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of some records: ``rows_per_record`` for each, in the order of the records.
+
+    Attributes:
+        batch: as the collate function made it.
+        present: ``[records, rows_per_record]``, False where a row only fills up; None: all count.
+    """
+
+    batch: Batch
+    present: Tensor | None
+
+
+@dataclass(eq=False)
+class Records:
+    """What is protected, record by record.
+
+    Attributes:
+        dataset: map-style; a `TensorDataset` is indexed at once.
+        collate_fn: makes a batch of a list of items; torch's default.
+        user_ids: one a row: then a record is a user with all of its rows.
+        max_rows_per_user: how many rows of a user take part in a step, a public bound; a user's excess rows are left
+            out by the user's own coins, anew in every step.
+        augment: changes rows at random, each by itself.
+        augmentations: so many augmented copies of every row; a record's gradient is the mean over them.
+        batch_shaped: the shapes of rows may differ from batch to batch (say, padded to the longest). Then the rounding
+            of a record's norm depends on who shares its batch, and the ledger says so.
+        device: where batches go.
+    """
+
+    dataset: Dataset[Any]
+    collate_fn: Collate = default_collate
+    user_ids: Sequence[Any] | npt.NDArray[Any] | None = None
+    max_rows_per_user: int = 1
+    augment: Augment | None = None
+    augmentations: int = 1
+    batch_shaped: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
+            raise InputError(
+                "a map-style data set with a length is required: records are drawn by index, each by its own coin. "
+                "A stream cannot be sampled so, and no amplification could be claimed. Read it into a list first"
+            )
+        if self.augmentations < 1 or self.max_rows_per_user < 1:
+            raise InputError("augmentations and max_rows_per_user must be at least 1")
+        if self.augmentations > 1 and self.augment is None:
+            raise InputError("augmentations without augment= would be copies of one row: give both")
+        rows = len(self.dataset)
+        self._users: UserIndex | None = None
+        if self.user_ids is not None:
+            if len(self.user_ids) != rows:
+                raise InputError(
+                    f"one user id a row is required: {rows} rows, {len(self.user_ids)} ids"
+                )
+            self._users = group_by_user(np.asarray(self.user_ids))
+        elif self.max_rows_per_user > 1:
+            raise InputError("max_rows_per_user needs user_ids")
+        self._count = rows if self._users is None else len(self._users)
+        self._row_shapes: list[torch.Size] | None = None
+        self._augment_checked = False
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def rows_per_record(self) -> int:
+        """How many rows of a batch belong to one record."""
+        return self.max_rows_per_user * self.augmentations
+
+    def drawn(self, records: npt.NDArray[np.int64], key: Key, step: int) -> Rows:
+        """The rows of these records (at least one) for this step; what is random about them is the step's own.
+
+        Args:
+            records: their indices.
+            key: the run's secret.
+            step: the number of the step.
+        """
+        rows, present = self._rows_of(records, key, "rows", step)
+        batch = self._fetch(rows, key.stream("items", step))
+        batch = self._augmented(batch, key, step)
+        if present is not None and self.augmentations > 1:
+            present = present.repeat_interleave(self.augmentations, dim=1)
+        return Rows(batch, present)
+
+    def all(self, key: Key, epoch: int) -> Iterator[Rows]:
+        """Every record, some at a time, without augmentation: each row ``augmentations`` times."""
+        at_once = max(1, ROWS_AT_ONCE // self.rows_per_record)
+        for start in range(0, len(self), at_once):
+            some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
+            rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
+            batch = self._fetch(rows, key.stream(f"all-items:{start}", epoch))
+            if self.augmentations > 1:
+                batch = self._repeated(batch)
+                present = (
+                    None
+                    if present is None
+                    else present.repeat_interleave(self.augmentations, dim=1)
+                )
+            yield Rows(batch, present)
+
+    def raw_rows(self, key: Key) -> Iterator[Any]:
+        """All rows of the data set in their order, as they are: for a fingerprint."""
+        if isinstance(self.dataset, TensorDataset):
+            yield from self.dataset.tensors
+            return
+        count = len(self.dataset)  # type: ignore[arg-type]
+        for start in range(0, count, ROWS_AT_ONCE):
+            with seeded_generators(key.stream("fingerprint", start)):
+                yield self._items(range(start, min(start + ROWS_AT_ONCE, count)))
+
+    def _rows_of(
+        self, records: npt.NDArray[np.int64], key: Key, purpose: str, step: int
+    ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
+        if self._users is None:
+            return records, None
+        shape = len(records), self.max_rows_per_user
+        coins = key.stream(purpose, step).uniforms(math.prod(shape)).reshape(shape)
+        rows, present = choose_rows(self._users, records, self.max_rows_per_user, coins)
+        return rows.reshape(-1), torch.as_tensor(present, device=self.device)
+
+    def _fetch(self, rows: npt.NDArray[np.int64], chance: Stream) -> Batch:
+        if isinstance(self.dataset, TensorDataset) and self.collate_fn is default_collate:
+            index = torch.from_numpy(rows)
+            batch: Batch = tuple(
+                t.index_select(0, index.to(t.device)) for t in self.dataset.tensors
+            )
+        else:
+            with seeded_generators(chance):
+                batch = self.collate_fn(self._items(rows.tolist()))
+        self._check_shapes(batch, len(rows))
+        return batches.apply(lambda tensor: tensor.to(self.device), batch)
+
+    def _items(self, rows: Sequence[int]) -> list[Any]:
+        many = getattr(self.dataset, "__getitems__", None)
+        return list(many(list(rows))) if many is not None else [self.dataset[i] for i in rows]
+
+    def _check_shapes(self, batch: Batch, rows: int) -> None:
+        found = batches.rows(batch)
+        if found != rows:
+            raise InputError(
+                f"collate_fn must keep one row an item: {rows} items in, {found} rows out"
+            )
+        shapes = [tensor.shape[1:] for tensor in batches.tensors(batch)]
+        if self._row_shapes is None:
+            self._row_shapes = shapes
+        if shapes != self._row_shapes and not self.batch_shaped:
+            raise InputError(
+                f"rows of one shape are required, found {_readable(shapes)} after {_readable(self._row_shapes)}: where "
+                "shapes follow the batch (padding to its longest), the rounding of a record's norm depends on others. "
+                "Pad to one public length, or declare it with batch_shaped=True; the ledger will say so"
+            )
+
+    # ── augmentation ─────────────────────────────────────────────────────────────────────────────────
+
+    def _augmented(self, batch: Batch, key: Key, step: int) -> Batch:
+        if self.augment is None:
+            return batch
+        batch = self._repeated(batch)
+        seed = key.stream("augment", step).bytes(8)
+        changed = self.augment(batch, torch_generator(seed, self.device))
+        if batches.rows(changed) != batches.rows(batch):
+            raise InputError("augment must return as many rows as it was given")
+        self._check_augment(batch, changed, seed)
+        return changed
+
+    def _repeated(self, batch: Batch) -> Batch:
+        """Every row ``augmentations`` times; those of one row are neighbours."""
+        if self.augmentations == 1:
+            return batch
+        return batches.apply(lambda t: t.repeat_interleave(self.augmentations, dim=0), batch)
+
+    def _check_augment(self, batch: Batch, changed: Batch, seed: bytes) -> None:
+        """With the first row exchanged and the same randomness, all other rows must come out the same."""
+        rows = batches.rows(batch)
+        if self._augment_checked or rows < 2:
+            return
+        self._augment_checked = True
+        places = torch.arange(rows)
+        places[0] = rows - 1
+        assert self.augment is not None
+        other = self.augment(batches.take(batch, places), torch_generator(seed, self.device))
+        same = all(
+            torch.equal(a[1:], b[1:])
+            for a, b in zip(batches.tensors(changed), batches.tensors(other), strict=True)
+        )
+        if not same:
+            raise CouplingError(
+                "augment mixes rows (one row changed, others came out different): records would couple and the privacy "
+                "guarantee would not hold. Change every row by itself, with random numbers from the generator alone"
+            )
+
+
+def _readable(shapes: list[torch.Size]) -> str:
+    return " and ".join(str(tuple(shape)) for shape in shapes)

@@ -1,0 +1,152 @@
+"""One run: its folder, its secret key, its mechanism; begun anew, or taken up where it was interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dpis.accounting import Entry
+from dpis.mechanism import (
+    Config,
+    Journal,
+    LedgerJournal,
+    Mechanism,
+    Method,
+    Plan,
+    Unprotected,
+    make_plan,
+    plan_with_count,
+)
+from dpis.mechanism.plan import planned_count
+from dpis.randomness import Key
+from dpis.training.checkpoint import load_checkpoint, save_checkpoint
+from dpis.training.files import RunFolder
+from dpis.training.run_values import config_from_json, config_to_json, versions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What is chosen for a run beside its config.
+
+    Attributes:
+        diagnostics: show private values to the operator; marks the run as not for release.
+        batch_shaped: the shapes of rows follow the batch; the ledger says so.
+        recipe: whatever the caller needs to build model and data again on resume; public values.
+    """
+
+    diagnostics: bool = False
+    batch_shaped: bool = False
+    recipe: Mapping[str, Any] | None = None
+
+
+class Run:
+    """An open run. Its folder holds a secret checkpoint and a ledger from the beginning.
+
+    Attributes:
+        folder: where it is.
+        config: as it was given.
+        key: its secret.
+        mechanism: its hidden state, and the only way to release anything.
+        options: what was chosen beside the config.
+        training: the state of training as the last checkpoint has it; None before the first.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        key: Key,
+        options: RunOptions,
+        population: int,
+        training: dict[str, Any] | None = None,
+    ) -> None:
+        self.folder, self.config, self.key, self.options = folder, config, key, options
+        self.training = training
+        plan = make_plan(config)
+        first: list[Entry] = []
+        if config.release_n and config.method is Method.DPIS_ADAPTIVE:
+            # What the plan is made from is known before the ledger can be begun; it is used only afterwards.
+            noisy = Mechanism(plan, population, key, Unprotected()).release_count()
+            plan, first = plan_with_count(plan, noisy), [planned_count(plan)]
+        self._journal = self._open_journal(plan, first)
+        self.mechanism = Mechanism(plan, population, key, self._journal)
+        if config.release_n:
+            self.mechanism.release_count()
+
+    @classmethod
+    def start(
+        cls, path: Path, config: Config, population: int, key: Key, options: RunOptions
+    ) -> Run:
+        """Make the folder, the secret and the ledger, in this order.
+
+        Args:
+            path: the run's folder, new or empty.
+            config: what was chosen.
+            population: how many records there are. Private.
+            key: fresh, unless for tests and research.
+            options: what was chosen beside the config.
+
+        Raises:
+            InputError: the config cannot be honoured or the folder cannot be used; nothing was written.
+        """
+        make_plan(config)  # a plan that cannot be made leaves no folder behind
+        folder = RunFolder.create(path)
+        save_checkpoint(folder.checkpoint, _secret_state(key, config, options, None))
+        return cls(folder, config, key, options, population)
+
+    @classmethod
+    def resume(cls, path: Path, population: int) -> Run:
+        """Take up an interrupted run. Its mechanism stands before the first event; training goes on from the checkpoint.
+
+        Args:
+            path: the run's folder.
+            population: how many records there are.
+        """
+        folder = RunFolder(path)
+        state = load_checkpoint(folder.checkpoint)
+        key = Key(state["key"], state["seed"])
+        config, options = config_from_json(state["config"]), RunOptions(**state["options"])
+        return cls(folder, config, key, options, population, state["training"])
+
+    def save(self, training: dict[str, Any]) -> None:
+        """Replace the secret checkpoint."""
+        self.training = training
+        state = _secret_state(self.key, self.config, self.options, training)
+        save_checkpoint(self.folder.checkpoint, state)
+
+    def finish(self, model_sha256: str) -> None:
+        """Close the ledger over the released model. Doing it twice changes nothing."""
+        self._journal.finish(model_sha256)
+
+    def close(self) -> None:
+        """Let go of the ledger; the run can be resumed."""
+        self._journal.close()
+
+    def _open_journal(self, plan: Plan, first: list[Entry]) -> Journal:
+        if plan.accounting is None:
+            return Unprotected()
+        header = plan.header(
+            versions=versions(),
+            seeded=self.key.seeded,
+            diagnostics=self.options.diagnostics,
+            norms_batch_shaped=self.options.batch_shaped,
+        )
+        ledger = self.folder.ledger
+        if ledger.exists() and b"\n" in ledger.read_bytes():
+            return LedgerJournal.reopen(ledger, header)
+        ledger.unlink(missing_ok=True)  # a crash before the header was whole: nothing was released
+        return LedgerJournal.create(ledger, header, first)
+
+
+def _secret_state(
+    key: Key, config: Config, options: RunOptions, training: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "key": key.secret,
+        "seed": key.seed,
+        "config": config_to_json(config),
+        "options": {**asdict(options), "recipe": dict(options.recipe or {})},
+        "training": training,
+    }
