@@ -1,0 +1,1 @@
+"""Records from files: named datasets, arrays and tables, and how they become tensors."""

@@ -1,0 +1,101 @@
+"""Rows of users: when a record is a user, which rows speak for it in one step.
+
+``max_rows`` is public. A user with more rows is heard through a uniformly random subset, drawn by the user's own
+coins; the shapes of what goes in and out depend on public numbers and on how many users were drawn, not on how many
+rows they have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpis.data.arrays import codes_by_appearance
+from dpis.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class UserIndex:
+    """The rows of user u, in their order: ``rows[offsets[u] : offsets[u + 1]]``."""
+
+    offsets: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How many rows each user has (at least 1). Private."""
+        return np.diff(self.offsets)
+
+    def rows_of(self, user: int) -> NDArray[np.int64]:
+        """The rows of one user."""
+        return self.rows[self.offsets[user] : self.offsets[user + 1]]
+
+
+def group_by_user(user_ids: NDArray[np.generic]) -> UserIndex:
+    """Users numbered in the order in which they first appear, each with its rows.
+
+    >>> index = group_by_user(np.array([7, 3, 7, 7]))
+    >>> index.rows_of(0).tolist(), index.rows_of(1).tolist()
+    ([0, 2, 3], [1])
+    """
+    if user_ids.ndim != 1:
+        raise InputError(f"user ids must be one a row, found the shape {user_ids.shape}")
+    codes = codes_by_appearance(user_ids)
+    counts = np.bincount(codes)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return UserIndex(offsets, np.argsort(codes, kind="stable").astype(np.int64))
+
+
+def choose_rows(
+    index: UserIndex,
+    users: NDArray[np.int64],
+    max_rows: int,
+    uniforms: NDArray[np.float64],
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """At most ``max_rows`` rows for each of ``users``: all of them, or a uniformly random subset.
+
+    Args:
+        index: from `group_by_user`.
+        users: ``[m]`` numbers of users.
+        max_rows: public.
+        uniforms: ``[m, max_rows]`` fresh coins in ``[0, 1)``, row i for ``users[i]``.
+
+    Returns:
+        ``rows [m, max_rows]``, in their order, and ``present [m, max_rows]``. Where a user has fewer, its first row
+        fills the place and ``present`` is False.
+
+    Subsets by Floyd's algorithm: the j-th coin picks among the first ``count - max_rows + j + 1`` rows, and the last of
+    these if the pick is taken already.
+    """
+    if max_rows < 1:
+        raise InputError(f"max_rows must be at least 1, found {max_rows}")
+    if uniforms.shape != (len(users), max_rows):
+        raise InputError(
+            f"coins must have the shape {(len(users), max_rows)}, found {uniforms.shape}"
+        )
+    if not ((uniforms >= 0) & (uniforms < 1)).all():
+        raise InputError("coins must lie in [0, 1)")
+    counts = index.offsets[users + 1] - index.offsets[users]
+    places = np.broadcast_to(np.arange(max_rows), (len(users), max_rows)).copy()
+    present = places < counts[:, None]
+    places[~present] = 0
+    many = np.flatnonzero(counts > max_rows)
+    places[many] = _subsets(counts[many], uniforms[many])
+    return index.rows[index.offsets[users][:, None] + places], present
+
+
+def _subsets(counts: NDArray[np.int64], uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+    size = uniforms.shape[1]
+    chosen = np.empty(uniforms.shape, dtype=np.int64)
+    for j in range(size):
+        last = counts - size + j
+        pick = np.minimum((uniforms[:, j] * (last + 1)).astype(np.int64), last)
+        taken = (chosen[:, :j] == pick[:, None]).any(axis=1)
+        chosen[:, j] = np.where(taken, last, pick)
+    chosen.sort(axis=1)
+    return chosen
