@@ -98,7 +98,7 @@ class Run:
 
     @classmethod
     def resume(cls, path: Path, population: int) -> Run:
-        """Take up an interrupted run. Its mechanism stands before the first event; training goes on from the checkpoint.
+        """Take up an interrupted run: its mechanism stands before the first event, as at the start.
 
         Args:
             path: the run's folder.

@@ -365,7 +365,7 @@ class Trainer:
         if changed:
             raise InputError(
                 f"cannot resume {self.run.folder.path}: {' and '.join(changed)} changed since it was interrupted. "
-                "The same noise on something else would cancel in the difference and reveal it. Bring it back as it was, "
+                "The same noise on something else would cancel in the difference and reveal it. Bring back what was, "
                 "or start anew in another folder"
             )
         self._identity_saved, self._data = identity, data
