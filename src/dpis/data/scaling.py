@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,14 +33,21 @@ LOWEST_EXPONENT, HIGHEST_EXPONENT = -20, 64
 PARTS = 16
 """Equal parts of an octave."""
 
+LARGEST_COUNT = 1e300
+"""Sums of counts must not overflow, whatever the noise."""
+
 DEFAULT_BOUNDS = (-1.0, 1.0)
 """Bounds of a column whose counts do not rise above the noise."""
 
 OCTAVE_THRESHOLD = 4.5
 """An octave counts as filled above this many noise stds: a false one in 169 empty ones has probability 6e-4."""
 
-PART_THRESHOLD = 3.0
-"""The same for pieces of a filled octave, where a mistake costs little."""
+WEAK, CLEAR = 2.0, 3.0
+"""Beside a filled octave and inside it, where a mistake costs a factor of two at most: a weak sign is enough to keep
+records inside the bounds, to leave them outside or to suppose the other sign takes a clear one."""
+
+THIN = 0.01
+"""A piece at the end with less than this share of a column is not worth wider bounds, however clearly it is there."""
 
 
 def _edges(parts: int) -> NDArray[np.float64]:
@@ -88,9 +96,10 @@ def bucket_counts(
 def bounds_from_counts(noisy: torch.Tensor, noise_std: float) -> list[tuple[float, float]]:
     """Bounds that hold the bulk of every column; finite and ``low < high`` whatever the counts.
 
-    From the first to the last octave that rises above the noise; the two ends then move inwards by halves as long
-    as the outer half does not rise above the noise and the inner does. What is thinner than the noise is outside, to
-    be clipped. If nothing rises above it: `DEFAULT_BOUNDS`.
+    From the first to the last octave that rises above the noise, its neighbours as long as they hold something, and
+    the same octaves of the other sign if they do. The two ends then move inwards by halves, as long as the outer half
+    holds next to nothing and the inner clearly something. What is outside will be clipped. If nothing rises above
+    the noise: `DEFAULT_BOUNDS`.
     """
     if noisy.ndim != 2 or noisy.shape[1] != CELLS:
         raise InputError(
@@ -99,43 +108,61 @@ def bounds_from_counts(noisy: torch.Tensor, noise_std: float) -> list[tuple[floa
     if not 0 <= noise_std < math.inf:
         raise InputError(f"noise_std must be a finite number >= 0, found {noise_std!r}")
     table = noisy.detach().to("cpu", torch.float64).numpy()
-    table = np.where(np.isfinite(table), table, 0.0)
-    return [_bounds(row[:_OCTAVES], row[_OCTAVES:], noise_std) for row in table]
+    table = np.clip(np.where(np.isfinite(table), table, 0.0), -LARGEST_COUNT, LARGEST_COUNT)
+    return [_Column(row[:_OCTAVES], row[_OCTAVES:], noise_std).bounds() for row in table]
 
 
-def _bounds(
-    octaves: NDArray[np.float64], parts: NDArray[np.float64], noise_std: float
-) -> tuple[float, float]:
-    filled = np.flatnonzero(octaves > OCTAVE_THRESHOLD * noise_std)
-    if not len(filled):
-        return DEFAULT_BOUNDS
-    first, last = int(filled[0]), int(filled[-1])
-    if first == last == _ZERO:
-        return float(_OCTAVE_EDGES[_ZERO]), float(_OCTAVE_EDGES[_ZERO + 1])
-    low = 0.0 if first == _ZERO else float(_PART_EDGES[_end(first, parts, noise_std, lower=True)])
-    high = 0.0 if last == _ZERO else float(_PART_EDGES[_end(last, parts, noise_std, lower=False)])
-    return low, high
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Noisy counts of one column."""
 
+    octaves: NDArray[np.float64]
+    parts: NDArray[np.float64]
+    noise_std: float
 
-def _end(octave: int, parts: NDArray[np.float64], noise_std: float, *, lower: bool) -> int:
-    """The edge at which a range that ends in this octave ends, searched by halves."""
-    before_zero = octave < _ZERO
-    begin = octave * PARTS if before_zero else (octave - 1) * PARTS + 1
-    end = begin + PARTS
+    def bounds(self) -> tuple[float, float]:
+        filled = np.flatnonzero(self.octaves > OCTAVE_THRESHOLD * self.noise_std)
+        if not len(filled):
+            return DEFAULT_BOUNDS
+        thin = THIN * float(self.octaves[filled].sum())
+        first, last = self._with_neighbours(int(filled[0]), int(filled[-1]), thin)
+        if first == last == _ZERO:
+            return float(_OCTAVE_EDGES[_ZERO]), float(_OCTAVE_EDGES[_ZERO + 1])
+        low = 0.0 if first == _ZERO else float(_PART_EDGES[self._end(first, thin, lower=True)])
+        high = 0.0 if last == _ZERO else float(_PART_EDGES[self._end(last, thin, lower=False)])
+        return low, high
 
-    def filled(a: int, b: int) -> bool:
-        return bool(parts[a:b].sum() > PART_THRESHOLD * noise_std * math.sqrt(b - a))
+    def _with_neighbours(self, first: int, last: int, thin: float) -> tuple[int, int]:
+        enough = max(WEAK * self.noise_std, thin)
+        while first > 0 and self.octaves[first - 1] > enough:
+            first -= 1
+        while last < _OCTAVES - 1 and self.octaves[last + 1] > enough:
+            last += 1
+        if first <= _ZERO <= last:
+            return first, last
+        mirror_first, mirror_last = _OCTAVES - 1 - last, _OCTAVES - 1 - first
+        mirror = self.octaves[mirror_first : mirror_last + 1]
+        if mirror.sum() > max(CLEAR * self.noise_std * math.sqrt(len(mirror)), thin):
+            return min(first, mirror_first), max(last, mirror_last)
+        return first, last
 
-    while end - begin > 1:
-        middle = (begin + end) // 2
-        outer, inner = ((begin, middle), (middle, end))[:: 1 if lower else -1]
-        if filled(*outer):
-            begin, end = outer
-        elif filled(*inner):
-            begin, end = inner
-        else:
-            break
-    return begin if lower else end
+    def _end(self, octave: int, thin: float, *, lower: bool) -> int:
+        """The edge at which a range that ends in this octave ends, searched by halves."""
+        begin = octave * PARTS if octave < _ZERO else (octave - 1) * PARTS + 1
+        end = begin + PARTS
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            outer, inner = ((begin, middle), (middle, end))[:: 1 if lower else -1]
+            noise = self.noise_std * math.sqrt(middle - begin)
+            if self.parts[slice(*outer)].sum() > max(WEAK * noise, thin):
+                begin, end = outer
+            elif self.parts[slice(*inner)].sum() > max(
+                CLEAR * noise, thin
+            ):  # so two ends never cross
+                begin, end = inner
+            else:
+                break
+        return begin if lower else end
 
 
 def _one_over_rows(user_ids: NDArray[np.generic]) -> NDArray[np.float64]:

@@ -202,10 +202,8 @@ def _opened(path: str | Path) -> Iterator[TextIO]:
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield file
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text (byte {error.start} of a block): save it as CSV UTF-8"
-        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8 text: save it again with this encoding") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
 
