@@ -67,9 +67,14 @@ class Mechanism:
         self._key = key
         self._journal = journal
         self._spent: Counter[Event] = Counter()
+        self._used: set[Occasion] = set()
+        self._drawn: Draw | None = None
         self.sampler: Sampler = (
             ImportanceSampler(
-                population, config.clip_norm, headroom=config.headroom, floor=config.floor
+                population,
+                config.clip_norm,
+                headroom=config.headroom,
+                floor=config.floor * config.clip_norm,
             )
             if config.method.by_importance
             else UniformSampler(population, config.clip_norm)
@@ -110,7 +115,13 @@ class Mechanism:
     def _released(
         self, label: str, value: Tensor, sensitivity: float, multiplier: float, occasion: Occasion
     ) -> Tensor:
+        if occasion in self._used:
+            raise InputError(
+                f"{label!r} was released already: its noise would be the same again and cancel in the difference. "
+                "Nothing was released"
+            )
         self._spend([Entry(label, Gaussian(noise_multiplier=multiplier))])
+        self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
         stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
         return add_noise({label: value}, std, stream)[label]
@@ -152,6 +163,10 @@ class Mechanism:
     def end_epoch(self) -> None:
         """Adapt the clip norm for the next epoch, where that was asked for."""
         config, workload = self.plan.config, self.plan.workload
+        if self.steps_left:
+            raise InputError(
+                f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
+            )
         if config.clipping is None or self.epoch == workload.epochs:
             return
         noisy = self._release_sum_of_norms(
@@ -188,7 +203,9 @@ class Mechanism:
             raise BudgetExceededError(
                 "no step is accounted for here: begin the next epoch first. Nothing was released"
             )
-        return self.sampler.draw(self.terms.sampling_rate, self._key.stream("coins", self.step))
+        coins = self._key.stream("coins", self.step)
+        self._drawn = self.sampler.draw(self.terms.sampling_rate, coins)
+        return self._drawn
 
     def release_gradient(
         self,
@@ -205,7 +222,11 @@ class Mechanism:
             draw: as `draw` returned it for this step.
             present: which rows count, for records of several rows.
         """
-        assert self.terms is not None
+        if self.terms is None or draw is not self._drawn:
+            raise BudgetExceededError(
+                "a gradient is released once for every draw, and for the last one only: the coins of a step are "
+                "fresh. Draw again; nothing was released"
+            )
         terms, step = self.terms, self.step
         if len(draw):
             result = gradients(batch, self._weigh(draw, terms, step), present)
@@ -213,6 +234,7 @@ class Mechanism:
             sums = result.sums
         else:  # an empty batch is a normal step: pure noise
             sums = {name: torch.zeros_like(p) for name, p in gradients.parameters.items()}
+        self._drawn = None
         self.step += 1
         self.steps_left -= 1
         if not self.plan.config.method.private:
@@ -263,6 +285,7 @@ class Mechanism:
             "terms": None if self.terms is None else asdict(self.terms),
             "position": self._journal.position,
             "spent": [(event_to_json(event), n) for event, n in self._spent.items()],
+            "used": [(occasion.purpose, occasion.epoch) for occasion in self._used],
             "sampler": self.sampler.state_dict(),
         }
 
@@ -273,4 +296,6 @@ class Mechanism:
         self.clip_norm, self.update_scale = state["clip_norm"], state["update_scale"]
         self.terms = None if state["terms"] is None else Terms(**state["terms"])
         self._spent = Counter({event_from_json(event): n for event, n in state["spent"]})
+        self._used = {Occasion(purpose, epoch) for purpose, epoch in state["used"]}
+        self._drawn = None
         self.sampler.load_state_dict(state["sampler"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -118,7 +119,8 @@ def plan_with_count(plan: Plan, noisy_count: float) -> Plan:
     before = plan.accounting
     assert isinstance(before, AdaptivePlan)
     declared = plan.config.n_public
-    lowest = max(declared / MOST_COUNT_CHANGE, plan.config.batch_size / plan.config.pi_cap)
+    enough = math.floor(plan.config.batch_size / plan.config.pi_cap) + 1  # keeps b/n below pi_cap
+    lowest = max(declared / MOST_COUNT_CHANGE, enough)
     n = round(bounded_count(noisy_count, declared, lowest))
     workload = Workload.create(
         n_public=n, batch_size=plan.config.batch_size, epochs=plan.config.epochs
