@@ -11,6 +11,7 @@ from torch import Tensor
 from dpis.gradients.combine import Part, Place
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
+from dpis.gradients.ownership import refuse_gradients_of
 from dpis.gradients.plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
 from dpis.gradients.rules.base import HALF, Call, ParameterFactor, name_of
 from dpis.gradients.rules.general import General
@@ -18,7 +19,7 @@ from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
 def collect(
-    watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int
+    watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int, real: int
 ) -> dict[str, list[Part]]:
     """Run backward, and give every parameter a part for each of its uses.
 
@@ -28,6 +29,7 @@ def collect(
         total_loss: the sum of the losses of all records.
         records: how many there are.
         rows: how many rows they have together.
+        real: only the losses of the first so many records are in the sum.
     """
     uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
     parts: dict[str, list[Part]] = defaultdict(list)
@@ -36,7 +38,10 @@ def collect(
         for use, grads in zip(uses, gradients, strict=True):
             if all(grad is None for grad in grads):
                 continue  # the loss does not depend on it
-            for tensor, factor in _factors(use, grads, layouts_of(use, plan, rows) or ()):
+            layouts = layouts_of(use, plan, rows) or ()
+            if real < records:
+                refuse_gradients_of(slice(real, None), records, use, grads, layouts)
+            for tensor, factor in _factors(use, grads, layouts):
                 folded = factor.fold(factor.records // records)
                 for name, part in _parts(watch, (tensor, folded)):
                     parts[name].append(part)

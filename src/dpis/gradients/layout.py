@@ -38,6 +38,15 @@ class Layout:
         by_position = rows.reshape(self.per_record, -1, *rows.shape[1:])
         return by_position.transpose(0, 1).flatten(0, 1)
 
+    def by_unit(self, tensor: Tensor) -> Tensor:
+        """The tensor with its rows in front, each holding all of its entries: a view."""
+        along = tensor.movedim(self.dim, 0) if self.dim else tensor
+        if self.per_record == 1:
+            return along
+        if self.record_major:
+            return torch.unflatten(along, 0, (-1, self.per_record))
+        return torch.unflatten(along, 0, (self.per_record, -1)).transpose(0, 1)
+
 
 @dataclass(frozen=True)
 class Growth:

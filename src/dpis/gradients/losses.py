@@ -126,7 +126,11 @@ def _terms_of_function(loss: Any) -> _Terms | None:
 
 
 def weighted_total(
-    losses: Tensor, records: int, rows_per_record: int, present: Tensor | None
+    losses: Tensor,
+    records: int,
+    rows_per_record: int,
+    present: Tensor | None,
+    real: int | None = None,
 ) -> Tensor:
     """``Σ_i l_i`` over records, where ``l_i`` is the mean over the rows of record ``i``.
 
@@ -135,6 +139,7 @@ def weighted_total(
         records: how many there are.
         rows_per_record: K.
         present: ``[records, K]``, False for rows that only fill up; they count nothing.
+        real: the records after the first so many only fill up a chunk; they count nothing.
 
     Raises:
         CouplingError: for one loss for the whole batch: whether it is a plain sum of the losses of records
@@ -153,6 +158,9 @@ def weighted_total(
             f"One loss a row is required, shape ({rows},); found {tuple(losses.shape)}. Sum or "
             "average over positions and outputs, but not over rows."
         )
+    if real is not None:
+        losses = losses[: real * rows_per_record]
+        present = None if present is None else present[:real]
     if present is None:
         return losses.sum() / rows_per_record
     shares = present / present.sum(1, keepdim=True).clamp(min=1)

@@ -18,6 +18,7 @@ from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
 from dpis.gradients.losses import Objective, weighted_total
+from dpis.gradients.ownership import probe
 from dpis.gradients.plan import (
     Beyond,
     Constant,
@@ -82,8 +83,9 @@ class Recorder:
         self._passes += 1
         if self._check and _is_power_of_two(self._passes):  # the first batch may not show all
             with self._undisturbed():
+                self._probe_ownership(batch)
                 self._compare_with_autograd(self._several(batch, real))
-        tape = self._record(batch, present)
+        tape = self._record(batch, present, real)
         self._say_what_is_slow()
         return tape
 
@@ -128,20 +130,20 @@ class Recorder:
 
     # -- one pass --------------------------------------------------------------------------------
 
-    def _record(self, batch: Batch, present: Tensor | None = None) -> Tape:
+    def _record(self, batch: Batch, present: Tensor | None = None, real: int | None = None) -> Tape:
         while True:
             try:
-                return self._try_to_record(batch, present)
+                return self._try_to_record(batch, present, real)
             except GeneralRuleError as error:
                 self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
 
-    def _try_to_record(self, batch: Batch, present: Tensor | None) -> Tape:
+    def _try_to_record(self, batch: Batch, present: Tensor | None, real: int | None) -> Tape:
         records = batches.records(batch, self.rows_per_record)
         rows = records * self.rows_per_record
         watch, losses = self._run_planned(batch, rows)
-        total = weighted_total(losses, records, self.rows_per_record, present)
+        total = weighted_total(losses, records, self.rows_per_record, present, real)
         with full_precision(total.device):
-            parts = collect(watch, self._plan, total, records, rows)
+            parts = collect(watch, self._plan, total, records, rows, real or records)
         slow = beyond(watch, self._plan) | self._slow
         if slow:
             parts |= self._slowly(slow, batch, records, present)
@@ -245,6 +247,11 @@ class Recorder:
                 "does not depend on: parameter.requires_grad_(False)."
             )
         self._slow |= dict.fromkeys(unseen, "it is used where that cannot be seen")
+
+    def _probe_ownership(self, batch: Batch) -> None:
+        records = batches.records(batch, self.rows_per_record)
+        watch, losses = self._run_planned(batch, records * self.rows_per_record)
+        probe(watch, self._plan, losses, records)
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
