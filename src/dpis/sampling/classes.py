@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from dpis.errors import InputError
 
 Integers = npt.NDArray[np.int64]
+
+
+def slices(count: int, length: int = 1 << 20) -> Iterator[slice]:
+    """All of ``count`` records, some at a time: what treats every record then takes little memory."""
+    return (slice(start, start + length) for start in range(0, count, length))
 
 
 class RecordClasses:
@@ -26,27 +33,40 @@ class RecordClasses:
     """
 
     def __init__(self, labels: npt.NDArray[np.uint8], classes: int) -> None:
-        sizes = np.bincount(labels, minlength=classes)
-        self.order = np.argsort(labels, kind="stable").astype(np.int32)
-        self.bounds: Integers = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._positions = _inverse(self.order)
+        self.order = np.empty(len(labels), dtype=np.int32)
+        self._positions = np.empty(len(labels), dtype=np.int32)
+        self.bounds: Integers = np.zeros(classes + 1, dtype=np.int64)
+        self.sort(labels, classes)
+
+    def sort(self, labels: npt.NDArray[np.uint8], classes: int) -> None:
+        """Begin anew with these classes, in the tables there are; records ascend within a class."""
+        parts = list(slices(len(labels)))
+        sizes_of = [np.bincount(labels[part], minlength=classes) for part in parts]
+        self.bounds = _bounds(sum(sizes_of, start=np.zeros(classes, dtype=np.int64)))
+        ends = self.bounds[:-1].copy()
+        for part, sizes in zip(parts, sizes_of, strict=True):
+            records = np.argsort(labels[part], kind="stable")
+            places = np.arange(len(records)) + np.repeat(ends - _bounds(sizes)[:-1], sizes)
+            self._put(part.start + records, places)
+            ends += sizes
 
     @classmethod
     def restore(cls, order: npt.NDArray[np.int32], sizes: Integers) -> RecordClasses:
         """The classes that had this ``order`` and these ``sizes``."""
         count = len(order)
-        bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        if np.any(sizes < 0) or bounds[-1] != count:
+        if np.any(sizes < 0) or sizes.sum() != count:
             raise InputError("the state of a sampler is damaged: its classes do not add up")
         if count and not (order.min() >= 0 and order.max() < count):
             raise InputError(
                 "the state of a sampler is damaged: it names records that do not exist"
             )
-        restored = cls(np.zeros(0, dtype=np.uint8), len(sizes))
-        restored.order, restored.bounds = order.astype(np.int32), bounds
-        restored._positions = _inverse(restored.order)
-        if not np.array_equal(restored.order[restored._positions], np.arange(count)):
+        named = np.zeros(count, dtype=bool)
+        named[order] = True
+        if not named.all():
             raise InputError("the state of a sampler is damaged: a record occurs twice")
+        restored = cls(np.zeros(count, dtype=np.uint8), len(sizes))
+        restored._put(order, np.arange(count))
+        restored.bounds = _bounds(sizes)
         return restored
 
     @property
@@ -106,7 +126,5 @@ class RecordClasses:
         self._positions[records] = places
 
 
-def _inverse(order: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    positions = np.zeros_like(order)
-    positions[order] = np.arange(len(order), dtype=np.int32)
-    return positions
+def _bounds(sizes: Integers) -> Integers:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,14 +14,13 @@ from torch import Tensor
 from dpis.errors import InputError
 from dpis.randomness import Stream
 from dpis.sampling import coins
-from dpis.sampling.classes import RecordClasses
+from dpis.sampling.classes import RecordClasses, slices
 from dpis.sampling.draw import Draw, checked_clip_norm, checked_population, checked_rate
 from dpis.sampling.estimate import Estimate
 
 UNSEEN = math.inf
 USUAL_FLOOR = 0.05
 """In units of the clip norm."""
-_SLICE = 1 << 20  # records treated at a time where all are: bounds the memory this takes
 
 
 class ImportanceSampler:
@@ -57,7 +56,9 @@ class ImportanceSampler:
         floor = USUAL_FLOOR * clip_norm if floor is None else floor
         self._estimate = Estimate(clip_norm, headroom, floor)
         self._last_norms = np.full(checked_population(population), UNSEEN, dtype=np.float32)
-        self._classes = self._sorted()
+        self._classes = RecordClasses(
+            _labels(self._last_norms, self._estimate), len(self._estimate.bounds)
+        )
 
     @property
     def population(self) -> int:
@@ -108,7 +109,7 @@ class ImportanceSampler:
         if floor is None:
             floor = self._estimate.floor / self.clip_norm * clip_norm
         self._estimate = Estimate(clip_norm, self._estimate.headroom, floor)
-        self._classes = self._sorted()
+        self._classes.sort(_labels(self._last_norms, self._estimate), len(self._estimate.bounds))
 
     def sum_of_last_norms(self, bound: float, unseen: float | None = None) -> float:
         """``Σ_i min(bound, last_norm_i)``, to which no record adds more than ``bound``. Private.
@@ -122,7 +123,7 @@ class ImportanceSampler:
             raise InputError(
                 f"an unseen record counts from 0 to the bound {bound:g}, found {unseen:g}"
             )
-        parts = (self._last_norms[part].astype(np.float64) for part in _slices(self.population))
+        parts = (self._last_norms[part].astype(np.float64) for part in slices(self.population))
         clipped = (np.where(np.isinf(part), unseen, np.minimum(part, bound)) for part in parts)
         return math.fsum(float(part.sum()) for part in clipped)
 
@@ -172,16 +173,9 @@ class ImportanceSampler:
             )
         return records, values
 
-    def _sorted(self) -> RecordClasses:
-        return RecordClasses(_labels(self._last_norms, self._estimate), len(self._estimate.bounds))
-
 
 def _labels(last_norms: npt.NDArray[np.float32], estimate: Estimate) -> npt.NDArray[np.uint8]:
     labels = np.empty(len(last_norms), dtype=np.uint8)
-    for part in _slices(len(last_norms)):
+    for part in slices(len(last_norms)):
         labels[part] = estimate.labels(last_norms[part])
     return labels
-
-
-def _slices(count: int) -> Iterator[slice]:
-    return (slice(start, start + _SLICE) for start in range(0, count, _SLICE))

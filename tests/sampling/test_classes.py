@@ -1,0 +1,91 @@
+"""Whatever moves where, the classes stay a permutation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpis.errors import InputError
+from dpis.sampling.classes import RecordClasses
+
+CLASSES = 5
+label = st.integers(0, CLASSES - 1)
+
+
+def accept_structure(classes: RecordClasses, labels: list[int]) -> None:
+    """Every record once, each in its class, and every table says the same."""
+    count = len(labels)
+    assert sorted(classes.order.tolist()) == list(range(count))
+    assert classes.bounds[0] == 0
+    assert classes.bounds[-1] == count
+    for c in range(CLASSES):
+        members = classes.order[classes.bounds[c] : classes.bounds[c + 1]].tolist()
+        assert sorted(members) == [i for i in range(count) if labels[i] == c]
+    assert classes.labels(np.arange(count)).tolist() == labels
+    assert classes.all_labels().tolist() == labels
+    assert classes.sizes.tolist() == [labels.count(c) for c in range(CLASSES)]
+
+
+def built(labels: list[int]) -> RecordClasses:
+    return RecordClasses(np.array(labels, dtype=np.uint8), CLASSES)
+
+
+def accept_moves(labels: list[int], moves: list[dict[int, int]]) -> None:
+    classes = built(labels)
+    for move in moves:
+        records = np.array(list(move), dtype=np.int64)
+        classes.move(records, np.array(list(move.values()), dtype=np.int64))
+        labels = [move.get(i, old) for i, old in enumerate(labels)]
+        accept_structure(classes, labels)
+
+
+@given(st.data())
+def test_moves_keep_the_structure(data: st.DataObject) -> None:
+    labels = data.draw(st.lists(label, max_size=40))
+    some = st.dictionaries(st.integers(0, len(labels) - 1), label) if labels else st.just({})
+    accept_structure(built(labels), labels)
+    accept_moves(labels, data.draw(st.lists(some, max_size=6)))
+
+
+def test_a_whole_class_moves_at_once_and_classes_change_places() -> None:
+    labels = [0] * 5 + [2] * 7 + [4] * 3
+    accept_moves(labels, [dict.fromkeys(range(5), 4), dict.fromkeys(range(15), 0)])
+    accept_moves(labels, [{i: 4 - labels[i] for i in range(15)}])
+
+
+def swap_one_after_the_other(self: RecordClasses, records: np.ndarray, start: int) -> None:
+    """Vectorised without care: it forgets that some records are in the target places already."""
+    places, target = self._positions[records], np.arange(start, start + len(records))
+    self._put(self.order[target], places)
+    self._put(records, target)
+
+
+def test_careless_swaps_break_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordClasses, "_gather", swap_one_after_the_other)
+    with pytest.raises(AssertionError):
+        accept_moves([0] * 4, [{0: 1, 2: 1}])
+
+
+def test_restored_classes_are_the_same() -> None:
+    classes = built([3, 1, 1, 0, 3])
+    classes.move(np.array([1, 4]), np.array([0, 4]))
+    restored = RecordClasses.restore(classes.order, classes.sizes)
+    accept_structure(restored, [3, 0, 1, 0, 4])
+    assert restored.order.tolist() == classes.order.tolist()
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    [
+        ([0, 1, 2], [1, 1]),
+        ([0, 1, 2], [4, -1]),
+        ([0, 0, 2], [3]),
+        ([0, 1, 3], [3]),
+        ([-1, 0, 1], [3]),
+    ],
+)
+def test_damaged_classes_are_refused(order: list[int], sizes: list[int]) -> None:
+    with pytest.raises(InputError, match="damaged"):
+        RecordClasses.restore(np.array(order, dtype=np.int32), np.array(sizes))
