@@ -9,6 +9,8 @@ import typer
 
 from dpis import __version__
 from dpis.cli.plan import plan
+from dpis.cli.train import train
+from dpis.cli.using import evaluate, predict
 from dpis.cli.verify import verify
 from dpis.errors import DpisError
 
@@ -25,6 +27,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(train)
+app.command()(evaluate)
+app.command()(predict)
 app.command()(plan)
 app.command()(verify)
 

@@ -69,6 +69,14 @@ class NormSum(StrEnum):
     STALE = "stale"
     """The norms as last seen; records never seen count as the clip norm."""
 
+    @classmethod
+    def parse(cls, name: str) -> NormSum:
+        """The way of that name."""
+        try:
+            return cls(name)
+        except ValueError:
+            raise InputError(f"norm sum must be full-pass or stale, found {name!r}") from None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveClipping:

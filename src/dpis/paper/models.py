@@ -43,7 +43,7 @@ def group_normalisation(channels: int = SCATTER_CHANNELS, groups: int = 27) -> n
     return nn.GroupNorm(groups, channels, affine=False)
 
 
-def pixel_cnn_mnist(activation: Activation = nn.Tanh) -> nn.Module:
+def pixel_cnn_mnist(activation: Activation = nn.Tanh, classes: int = CLASSES) -> nn.Module:
     """Pixels of MNIST or Fashion-MNIST, ``[records, 1, 28, 28]``; 26,010 parameters."""
     return keras_initialised(
         nn.Sequential(
@@ -56,12 +56,12 @@ def pixel_cnn_mnist(activation: Activation = nn.Tanh) -> nn.Module:
             nn.Flatten(),
             nn.Linear(32 * 4 * 4, 32),
             activation(),
-            nn.Linear(32, CLASSES),
+            nn.Linear(32, classes),
         )
     )
 
 
-def pixel_cnn_cifar10(activation: Activation = nn.Tanh) -> nn.Module:
+def pixel_cnn_cifar10(activation: Activation = nn.Tanh, classes: int = CLASSES) -> nn.Module:
     """Pixels of CIFAR-10, ``[records, 3, 32, 32]``; 550,570 parameters."""
 
     def stage(channels_in: int, channels_out: int) -> list[nn.Module]:
@@ -81,13 +81,15 @@ def pixel_cnn_cifar10(activation: Activation = nn.Tanh) -> nn.Module:
             nn.Flatten(),
             nn.Linear(128 * 4 * 4, 128),
             activation(),
-            nn.Linear(128, CLASSES),
+            nn.Linear(128, classes),
         )
     )
 
 
 def scatter_cnn_mnist(
-    activation: Activation = nn.Tanh, normalisation: nn.Module | None = None
+    activation: Activation = nn.Tanh,
+    normalisation: nn.Module | None = None,
+    classes: int = CLASSES,
 ) -> nn.Module:
     """Scatter features of MNIST or Fashion-MNIST, ``[records, 81, 7, 7]``; 33,066 parameters."""
     return keras_initialised(
@@ -100,13 +102,15 @@ def scatter_cnn_mnist(
             nn.Flatten(),
             nn.Linear(32 * 4 * 4, 32),
             activation(),
-            nn.Linear(32, CLASSES),
+            nn.Linear(32, classes),
         )
     )
 
 
 def scatter_cnn_cifar10(
-    activation: Activation = nn.Tanh, normalisation: nn.Module | None = None
+    activation: Activation = nn.Tanh,
+    normalisation: nn.Module | None = None,
+    classes: int = CLASSES,
 ) -> nn.Module:
     """Scatter features of CIFAR-10, ``[records, 243, 8, 8]``; 187,210 parameters."""
     return keras_initialised(
@@ -118,18 +122,21 @@ def scatter_cnn_cifar10(
             nn.Conv2d(64, 64, 3, padding=1),
             activation(),
             nn.Flatten(),
-            nn.Linear(64 * 4 * 4, CLASSES),
+            nn.Linear(64 * 4 * 4, classes),
         )
     )
 
 
 def scatter_linear(
-    channels: int = SCATTER_CHANNELS, size: int = 7, normalisation: nn.Module | None = None
+    channels: int = SCATTER_CHANNELS,
+    size: int = 7,
+    normalisation: nn.Module | None = None,
+    classes: int = CLASSES,
 ) -> nn.Module:
     """One linear layer on scatter features ``[records, channels, size, size]``."""
     return keras_initialised(
         nn.Sequential(
-            *_maybe(normalisation), nn.Flatten(), nn.Linear(channels * size * size, CLASSES)
+            *_maybe(normalisation), nn.Flatten(), nn.Linear(channels * size * size, classes)
         )
     )
 

@@ -178,7 +178,7 @@ def train(
         clipping=clipping,
         a_e=a_e,
         pi_cap=pi_cap,
-        norm_sum=NormSum(norm_sum),
+        norm_sum=NormSum.parse(norm_sum),
         decay_rate=decay_rate,
         accountant=Accountant.parse(accountant),
         release_n=release_n,

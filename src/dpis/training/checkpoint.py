@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ NOTICE = (
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     """Replace the checkpoint at once: a crash leaves the old or the new, never half."""
-    contents = {"notice": NOTICE, "format": FORMAT, **state}
-    write_whole(path, lambda file: torch.save(contents, file), mode=SECRET)
+    buffer = io.BytesIO()  # torch has an error of its own for a full disk
+    torch.save({"notice": NOTICE, "format": FORMAT, **state}, buffer)
+    write_whole(path, buffer.getbuffer(), mode=SECRET)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpis.errors import InputError
 
-SECRET, PUBLIC = 0o600, 0o644
+SECRET, PUBLIC = 0o600, 0o666  # the process's umask takes away from both
 
 
-def write_whole(path: Path, write: Callable[[Path], None], mode: int = PUBLIC) -> None:
-    """Let ``write`` fill a new file, then put it in place of the old one, at once and on the disk.
+def write_whole(path: Path, contents: bytes | memoryview, mode: int = PUBLIC) -> None:
+    """Put a new file in place of the old one, at once and on the disk.
 
     Raises:
         InputError: the disk is full or the folder cannot be written; the old file is untouched.
     """
+    unfinished = _unfinished(path)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
         try:
-            os.fchmod(handle, mode)
-            os.close(handle)
-            write(temporary)
-            with temporary.open("rb+") as file:
+            unfinished.unlink(missing_ok=True)  # of a process that was killed
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(unfinished, flags, mode), "wb") as file:
+                file.write(contents)
+                file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
+            os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                unfinished.unlink()
             raise
         _sync_folder(path.parent)
     except OSError as error:
         raise InputError(
             f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
         ) from None
+
+
+def _unfinished(path: Path) -> Path:
+    """One name for all attempts, so that a killed process leaves at most one; it may hold a secret."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -49,6 +52,35 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class FolderLock:
+    """One run at a time works in a folder, where the platform has advisory locks.
+
+    Args:
+        folder: which must exist.
+
+    Raises:
+        InputError: another run, of this process or another, is at work there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import fcntl
+        except ImportError:  # pragma: no cover - a platform without them
+            self.release = lambda: None
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        self.release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise InputError(
+                f"{folder} is being written by another process: wait for it, or stop it"
+            ) from None
+        except OSError:  # pragma: no cover - a file system without locks
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +114,16 @@ class RunFolder:
         """The secret state of an unfinished run."""
         return self.path / "checkpoint.secret"
 
-    @classmethod
-    def create(cls, path: Path) -> RunFolder:
-        """A new folder, or one that is empty."""
+    def claim_new(self) -> FolderLock:
+        """Make the folder, or take one that is empty."""
+        path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
+            lock = FolderLock(path)
             occupied = any(path.iterdir())
         except OSError as error:
             raise InputError(f"cannot use {path} as a run folder: {error.strerror}") from None
-        folder = cls(path)
-        if folder.checkpoint.exists():
+        if self.checkpoint.exists():
             raise InputError(
                 f"{path} holds an unfinished run: go on with it by resume, or choose another folder"
             )
@@ -101,7 +133,37 @@ class RunFolder:
             )
         if not os.access(path, os.W_OK | os.X_OK):
             raise InputError(f"cannot write to the folder {path}: choose another")
-        return folder
+        return lock
+
+    def claim(self) -> FolderLock:
+        """Take the folder of an interrupted run, without what a killed process left half-written."""
+        try:
+            lock = FolderLock(self.path)
+            self._remove_unfinished()
+        except OSError as error:
+            raise InputError(f"nothing to resume in {self.path}: {error.strerror}") from None
+        return lock
+
+    def remove_checkpoint(self) -> None:
+        """Remove the secret, whole or half-written."""
+        self.checkpoint.unlink(missing_ok=True)
+        _unfinished(self.checkpoint).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Remove every file of the run, and the folder if nothing else is in it."""
+        with contextlib.suppress(OSError):
+            self._remove_unfinished()
+            for file in self._files:
+                file.unlink(missing_ok=True)
+            self.path.rmdir()
+
+    def _remove_unfinished(self) -> None:
+        for file in self._files:
+            _unfinished(file).unlink(missing_ok=True)
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        return self.checkpoint, self.ledger, self.model, self.loader, self.summary
 
 
 def next_run_folder(parent: Path) -> Path:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from dpis.errors import InputError
 from dpis.randomness import Key
 from dpis.training.records import Records
 
@@ -20,7 +23,7 @@ def fingerprint(records: Records, key: Key) -> str:
     began with. Without the key the hash says nothing.
     """
     digest = hashlib.blake2b(key=key.stream("fingerprint-key", 0).bytes(64), digest_size=32)
-    digest.update(str(len(records)).encode())
+    _update(digest, len(records))
     for rows in records.raw_rows(key):
         _update(digest, rows)
     if records.user_ids is not None:
@@ -29,21 +32,45 @@ def fingerprint(records: Records, key: Key) -> str:
 
 
 def _update(digest: hashlib.blake2b, value: Any) -> None:
+    """Every value with its kind and its length in front, so that no two have the same bytes."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        if value.is_sparse or value.dtype.is_complex or str(value.dtype) == "torch.bfloat16":
-            value = value.to_dense().float() if not value.dtype.is_complex else value.resolve_conj()
-        value = value.contiguous().numpy()
-    if isinstance(value, np.ndarray):
-        digest.update(f"{value.dtype.str}{value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).view(np.uint8).reshape(-1).data)
+        dense = value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
+        plain = dense.reshape(-1).view(torch.uint8).numpy()
+        _put(digest, f"tensor {value.dtype} {tuple(value.shape)}", plain.data)
     elif isinstance(value, Mapping):
+        _put(digest, f"mapping {len(value)}")
         for name in value:
-            digest.update(str(name).encode())
+            _update(digest, name)
             _update(digest, value[name])
     elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}".encode())
+        _put(digest, f"sequence {len(value)}")
         for item in value:
             _update(digest, item)
+    elif isinstance(value, str | bool | int | float | complex | None):
+        _put(digest, f"{type(value).__name__} {value!r}")
+    elif isinstance(value, bytes):
+        _put(digest, "bytes", value)
     else:
-        digest.update(f"{type(value).__name__}:{value!r};".encode())
+        _update_other(digest, value)
+
+
+def _update_other(digest: hashlib.blake2b, value: Any) -> None:
+    """An array, whatever looks like one (an image), or any object that can be stored."""
+    looks_like_one = hasattr(value, "__array__") or hasattr(value, "__array_interface__")
+    array = np.asarray(value) if looks_like_one else None
+    if array is not None and not array.dtype.hasobject:
+        plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        _put(digest, f"array {array.dtype.str} {array.shape}", plain.data)
+        return
+    try:
+        _put(digest, f"object {type(value).__qualname__}", pickle.dumps(value, protocol=4))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        raise InputError(
+            f"a data set's items must be made of tensors, arrays, numbers and texts, found {type(value).__name__}: "
+            "whether a resumed run sees the same data could not be told"
+        ) from None
+
+
+def _put(digest: hashlib.blake2b, kind: str, contents: bytes | memoryview = b"") -> None:
+    digest.update(f"{len(kind)}:{kind}{memoryview(contents).nbytes}:".encode())
+    digest.update(contents)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import nn
 
 from dpis.errors import InputError
@@ -64,8 +64,27 @@ def architecture_of(module: nn.Module) -> str | None:
             again = build(expression)
     except (TypeError, ValueError, NameError, SyntaxError, AttributeError, RuntimeError):
         return None
-    same = repr(again) == repr(module) and _shapes(again) == _shapes(module)
-    return expression if same else None
+    return expression if _alike(again, module) else None
+
+
+def _alike(a: nn.Module, b: nn.Module) -> bool:
+    """Whether two modules compute the same from the same weights: not all that decides is printed."""
+    pairs = zip(a.modules(), b.modules(), strict=True)
+    return (
+        repr(a) == repr(b)
+        and _tensors(a) == _tensors(b)
+        and all(_settings(one) == _settings(other) for one, other in pairs)
+    )
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+    hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
+    return {**own, "training": None, "hooks": hooks}
+
+
+def _tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in module.state_dict().items()}
 
 
 def _expression(module: nn.Module) -> str | None:
@@ -88,15 +107,12 @@ def build(expression: str) -> nn.Module:
     return module
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in module.state_dict().items()}
-
-
 def save_model(path: Path, module: nn.Module, card: ModelCard) -> None:
     """Write weights and card; the same weights and card give the same bytes."""
-    weights = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     text = json.dumps(card.__dict__, sort_keys=True)
-    write_whole(path, lambda file: save_file(weights, file, metadata={METADATA_KEY: text}))
+    write_whole(path, save(weights, metadata={METADATA_KEY: text}))
 
 
 def load_card(path: Path) -> ModelCard:

@@ -22,7 +22,7 @@ from dpis.mechanism import (
 from dpis.mechanism.plan import planned_count
 from dpis.randomness import Key
 from dpis.training.checkpoint import load_checkpoint, save_checkpoint
-from dpis.training.files import RunFolder
+from dpis.training.files import FolderLock, RunFolder
 from dpis.training.run_values import config_from_json, config_to_json, versions
 
 
@@ -51,19 +51,24 @@ class Run:
         mechanism: its hidden state, and the only way to release anything.
         options: what was chosen beside the config.
         training: the state of training as the last checkpoint has it; None before the first.
+        fresh: begun here, not resumed.
     """
 
     def __init__(
         self,
         folder: RunFolder,
+        lock: FolderLock,
         config: Config,
         key: Key,
         options: RunOptions,
         population: int,
+        *,
+        fresh: bool,
         training: dict[str, Any] | None = None,
     ) -> None:
         self.folder, self.config, self.key, self.options = folder, config, key, options
-        self.training = training
+        self.training, self.fresh = training, fresh
+        self._lock = lock
         plan = make_plan(config)
         first: list[Entry] = []
         if config.release_n and config.method is Method.DPIS_ADAPTIVE:
@@ -92,9 +97,15 @@ class Run:
             InputError: the config cannot be honoured or the folder cannot be used; nothing was written.
         """
         make_plan(config)  # a plan that cannot be made leaves no folder behind
-        folder = RunFolder.create(path)
-        save_checkpoint(folder.checkpoint, _secret_state(key, config, options, None))
-        return cls(folder, config, key, options, population)
+        folder = RunFolder(path)
+        lock = folder.claim_new()
+        try:
+            save_checkpoint(folder.checkpoint, _secret_state(key, config, options, None))
+            return cls(folder, lock, config, key, options, population, fresh=True)
+        except Exception:
+            folder.remove()
+            lock.release()
+            raise
 
     @classmethod
     def resume(cls, path: Path, population: int) -> Run:
@@ -105,10 +116,18 @@ class Run:
             population: how many records there are.
         """
         folder = RunFolder(path)
-        state = load_checkpoint(folder.checkpoint)
-        key = Key(state["key"], state["seed"])
-        config, options = config_from_json(state["config"]), RunOptions(**state["options"])
-        return cls(folder, config, key, options, population, state["training"])
+        lock = folder.claim()
+        try:
+            state = load_checkpoint(folder.checkpoint)
+            key = Key(state["key"], state["seed"])
+            config, options = config_from_json(state["config"]), RunOptions(**state["options"])
+            training = state["training"]
+            return cls(
+                folder, lock, config, key, options, population, fresh=False, training=training
+            )
+        except Exception:
+            lock.release()
+            raise
 
     def save(self, training: dict[str, Any]) -> None:
         """Replace the secret checkpoint."""
@@ -121,8 +140,17 @@ class Run:
         self._journal.finish(model_sha256)
 
     def close(self) -> None:
-        """Let go of the ledger; the run can be resumed."""
+        """Let go of the folder; the run can be resumed."""
         self._journal.close()
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Take back a run that was begun here and of which nothing has left this process.
+
+        With its key its noise is gone for good, so what the ledger has paid for will never be released.
+        """
+        self.folder.remove()
+        self.close()
 
     def _open_journal(self, plan: Plan, first: list[Entry]) -> Journal:
         if plan.accounting is None:

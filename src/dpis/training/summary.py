@@ -66,7 +66,7 @@ class Summary:
             metrics=metrics,
             notes=_notes(run),
             config=json.loads(config_to_json(run.config)),
-            recipe=dict(run.options.recipe or {}),
+            recipe=dict((run.options.recipe or {}).get("public", {})),
             history=history,
             stopped_early=stopped_early,
             model_sha256=model_sha256,

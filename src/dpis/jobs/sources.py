@@ -1,0 +1,236 @@
+"""Where records come from: a data set by name, or a file of the user's own. Nothing is released here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dpis.accounting import Release
+from dpis.data.named import ImageDataset, load
+from dpis.data.preprocessing import ArrayPreprocessing, Preprocessing
+from dpis.data.records import RawRecords, encode_evaluation, open_records
+from dpis.data.sample import load_sample
+from dpis.data.scaling import bounds_from_counts, sensitivity
+from dpis.data.schema import Schema
+from dpis.data.split import split_by_coins
+from dpis.data.targets import ClassTarget
+from dpis.errors import InputError
+from dpis.jobs.options import SAMPLE, JobOptions, is_file
+from dpis.mechanism import Mechanism
+from dpis.mechanism.mechanism import APPLIED_NOISE
+from dpis.randomness import Key
+
+SCALE = "scale"
+"""The ledger's label of released column bounds."""
+
+SCALE_NOISE_MULTIPLIER = 10.0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Features and targets before the model's own pipeline.
+
+    Attributes:
+        features: float32, one row a record.
+        targets: labels or scaled numbers.
+        held_out_features: as ``features``, of records that take no part in training.
+        held_out_targets: as ``targets``.
+        preprocessing: what made them.
+        user_ids: one a row of ``features``; None: every row is a record.
+        public_by_confirmation: what the user said is public although it was read from the data.
+    """
+
+    features: Tensor
+    targets: Tensor
+    held_out_features: Tensor
+    held_out_targets: Tensor
+    preprocessing: Preprocessing
+    user_ids: npt.NDArray[np.int64] | None = None
+    public_by_confirmation: tuple[str, ...] = ()
+
+
+class Source(ABC):
+    """Records that were read and held against what was declared."""
+
+    name: str
+    """For people: what the data is."""
+
+    releases: tuple[Release, ...] = ()
+    """What must be released, and paid for, before the records can be encoded."""
+
+    held_out: str
+    """For people: what the model is measured on."""
+
+    @property
+    @abstractmethod
+    def population(self) -> int:
+        """How many records (users) there are to train on. Private."""
+
+    @property
+    @abstractmethod
+    def image_shape(self) -> tuple[int, ...] | None:
+        """The shape of one image; None for tables."""
+
+    @abstractmethod
+    def encode(self, mechanism: Mechanism | None) -> Encoded:
+        """Tensors. Without a mechanism a rehearsal: with made-up bounds, to find errors before anything is spent."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Private signs that a declaration does not fit: for the operator's terminal only."""
+        return ()
+
+
+class NamedSource(Source):
+    """A public data set by name, with its own test set."""
+
+    def __init__(self, data: ImageDataset) -> None:
+        self._data = data
+        self.name = data.name
+        self.held_out = f"the {len(data.test_labels):,} test images of {data.name}"
+
+    @property
+    def population(self) -> int:
+        """Its training images."""
+        return len(self._data.train_labels)
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """Height and width, with channels before them if there are any."""
+        return tuple(self._data.train_images.shape[1:])
+
+    def encode(self, mechanism: Mechanism | None) -> Encoded:
+        """Pixels from 0 to 1."""
+        data = self._data
+        target = ClassTarget("label", data.classes)
+        return Encoded(
+            features=data.train_images.float() / 255,
+            targets=data.train_labels,
+            held_out_features=data.test_images.float() / 255,
+            held_out_targets=data.test_labels,
+            preprocessing=ArrayPreprocessing(self.image_shape, divide_by_255=True, target=target),
+        )
+
+
+class FileSource(Source):
+    """A file of the user's own; held-out records come from another file, or are chosen by coins."""
+
+    name = "your file"
+
+    def __init__(self, options: JobOptions, key: Key) -> None:
+        self._options = options
+        self._raw: RawRecords = open_records(
+            options.dataset,
+            schema=_schema(options),
+            release_scale=options.release_scale,
+            delimiter=options.delimiter,
+        )
+        self._train, self._held_out = self._split(key)
+        if not len(self._train):
+            raise InputError(f"{options.dataset} leaves no record to train on")
+        columns = len(self._raw.columns_to_release)
+        if columns:
+            self.releases = (Release(SCALE, SCALE_NOISE_MULTIPLIER),)
+        self.held_out = (
+            f"about {options.eval_share:.0%} of your records, held out by coins"
+            if options.eval_data is None
+            else "your evaluation file"
+        )
+
+    def _split(self, key: Key) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        rows, users = len(self._raw), self._raw.user_ids
+        if self._options.eval_data is not None:
+            return np.arange(rows), np.arange(0)
+        units = rows if users is None else (int(users.max()) + 1 if rows else 0)
+        coins = key.stream("split", 0).uniforms(units)
+        return split_by_coins(rows, self._options.eval_share, coins, users)
+
+    @property
+    def population(self) -> int:
+        """Rows, or distinct users, that are trained on."""
+        users = self._raw.user_ids
+        return len(self._train) if users is None else len(np.unique(users[self._train]))
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """The shape of a record of arrays, if it can be an image."""
+        arrays = getattr(self._raw, "arrays", None)
+        shape = () if arrays is None else tuple(arrays.features.shape[1:])
+        return shape if len(shape) in (2, 3) else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Signs that a declaration does not fit the data."""
+        return self._raw.private_notes
+
+    def encode(self, mechanism: Mechanism | None) -> Encoded:
+        """Tensors, with bounds released where none were declared."""
+        made = self._raw.encode(self._bounds(mechanism))
+        train, held_out = torch.from_numpy(self._train), torch.from_numpy(self._held_out)
+        if self._options.eval_data is not None:
+            other = encode_evaluation(
+                self._options.eval_data, made.preprocessing, delimiter=self._options.delimiter
+            )
+            evaluated = other.features, other.targets
+        else:
+            evaluated = made.features[held_out], made.targets[held_out]
+        return Encoded(
+            features=made.features[train],
+            targets=made.targets[train],
+            held_out_features=evaluated[0],
+            held_out_targets=evaluated[1],
+            preprocessing=made.preprocessing,
+            user_ids=None if made.user_ids is None else made.user_ids[self._train],
+            public_by_confirmation=made.public_by_confirmation,
+        )
+
+    def _bounds(self, mechanism: Mechanism | None) -> list[tuple[float, float]]:
+        columns = len(self._raw.columns_to_release)
+        if mechanism is None or not columns:
+            return [(-1.0, 1.0)] * columns
+        reach = sensitivity(columns)
+        if mechanism.plan.accounting is None:  # sgd promises nothing, so it needs no noise
+            return bounds_from_counts(self._raw.bucket_counts(self._train), 0.0)
+        noisy = mechanism.release(SCALE, self._raw.bucket_counts(self._train), reach)
+        return bounds_from_counts(noisy, APPLIED_NOISE * SCALE_NOISE_MULTIPLIER * reach)
+
+
+def open_source(options: JobOptions, key: Key) -> Source:
+    """The records that the options name."""
+    if is_file(options.dataset):
+        return FileSource(options, key)
+    refused = {
+        "--target": options.target,
+        "--schema": options.schema,
+        "--bounds": options.bounds,
+        "--categories": options.categories,
+        "--classes": options.classes,
+        "--drop": options.drop,
+        "--release-scale": options.release_scale,
+        "--eval-data": options.eval_data,
+        "--user-column": options.user_column,
+        "--delimiter": options.delimiter,
+    }
+    for flag, value in refused.items():
+        if value:
+            raise InputError(
+                f"{flag} is for a file of your own; {options.dataset} is a data set by name and needs none"
+            )
+    return NamedSource(load_sample() if options.dataset == SAMPLE else load(options.dataset))
+
+
+def _schema(options: JobOptions) -> Schema:
+    flags = Schema.from_flags(
+        target=options.target,
+        bounds=options.bounds,
+        categories=options.categories,
+        classes=options.classes,
+        drop=options.drop,
+        user_column=options.user_column,
+    )
+    return flags if options.schema is None else Schema.from_file(options.schema).updated(flags)

@@ -1,0 +1,102 @@
+"""What can be done with a finished run: measure it again, predict with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpis.data.named import load
+from dpis.data.records import encode_evaluation, encode_features
+from dpis.data.sample import load_sample
+from dpis.errors import InputError
+from dpis.jobs.options import SAMPLE, is_file
+from dpis.jobs.pipeline import Pipeline, to_device
+from dpis.models import model_kind
+from dpis.training.evaluation import METRICS, HeldOut, evaluate, evaluating
+from dpis.training.files import RunFolder
+from dpis.training.model_file import ModelCard, build, load_card, load_weights
+
+ROWS_AT_ONCE = 1024
+
+
+class FinishedRun:
+    """A run that was completed: its model, and how inputs come to it."""
+
+    def __init__(self, path: Path, device: str = "auto") -> None:
+        folder = RunFolder(path)
+        if not folder.model.exists() or not folder.summary.exists():
+            unfinished = folder.checkpoint.exists()
+            hint = (
+                f": it is unfinished, go on with `dpis train --resume {path}`" if unfinished else ""
+            )
+            raise InputError(f"{path} holds no finished run{hint}")
+        self.summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+        self.card: ModelCard = load_card(folder.model)
+        if not self.card.preprocessing:
+            raise InputError(
+                f"{path} was trained from Python, with data of its own making: use its model there "
+                "(model.safetensors loads into the module you trained)"
+            )
+        self.pipeline = Pipeline.from_json(self.card.preprocessing)
+        self.device = to_device(device)
+        self._path = folder.model
+
+    def model(self, example: Tensor) -> nn.Module:
+        """The trained network, for inputs like the example."""
+        outputs = 1 if self.card.classes is None else len(self.card.classes)
+        if self.card.architecture is not None:
+            module = build(self.card.architecture)
+        else:
+            kind = model_kind(self.summary["recipe"]["model"])
+            module = kind.build(tuple(example.shape[1:]), outputs)
+        return load_weights(self._path, module).to(self.device)
+
+
+def evaluate_run(path: Path, data: str | None = None, device: str = "auto") -> dict[str, float]:
+    """Measure a finished model on a data set by name (its test part), or on a file with targets.
+
+    Args:
+        path: the run's folder.
+        data: None: the test part of the data set it was trained on.
+        device: where to compute.
+    """
+    run = FinishedRun(path, device)
+    features, targets = _evaluation_data(run, data)
+    inputs = run.pipeline.inputs(features)
+    metric = "accuracy" if run.card.task == "classification" else "squared_error"
+    held_out = HeldOut(TensorDataset(inputs, targets), {metric: METRICS[metric]})
+    return evaluate(run.model(inputs), held_out, run.device)
+
+
+def _evaluation_data(run: FinishedRun, data: str | None) -> tuple[Tensor, Tensor]:
+    if data is not None and is_file(data):
+        made = encode_evaluation(data, run.pipeline.preprocessing)
+        return made.features, made.targets
+    name = run.summary["recipe"].get("data") if data is None else data
+    if not isinstance(name, str) or " " in name:
+        raise InputError(
+            "this model was trained on a file of your own: name a file with targets to measure it on"
+        )
+    images = load_sample() if name == SAMPLE else load(name)
+    if images.classes != run.card.classes:
+        raise InputError(f"{name} has other classes than this model was trained on")
+    return images.test_images.float() / 255, images.test_labels
+
+
+def predict_file(path: Path, data: str, device: str = "auto") -> list[str] | list[float]:
+    """One prediction for every record of a file, in its order: a class, or a number in the target's units."""
+    run = FinishedRun(path, device)
+    preprocessing = run.pipeline.preprocessing
+    features = encode_features(data, preprocessing)
+    if not len(features):
+        return []
+    inputs = run.pipeline.inputs(features)
+    model = run.model(inputs)
+    with evaluating(model):
+        parts = [model(part.to(run.device)).cpu() for part in torch.split(inputs, ROWS_AT_ONCE)]
+    return preprocessing.decode_predictions(torch.cat(parts))

@@ -1,0 +1,157 @@
+"""Models by name, for data of any shape: what `dpis train --model` builds."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dpis.errors import InputError
+from dpis.paper import models as paper
+
+Shape = tuple[int, ...]
+Build = Callable[[Shape, int], nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKind:
+    """A model that can be built for inputs of any fitting shape.
+
+    Attributes:
+        name: as on the command line.
+        build: from the shape of one record's input and the number of outputs.
+        scattered: whether its inputs are normalised scatter features of images.
+        clip_norm: a clip norm that suits it.
+        learning_rate: of SGD with momentum 0.9 that suits it, at that clip norm.
+    """
+
+    name: str
+    build: Build
+    scattered: bool = False
+    clip_norm: float = 1.0
+    learning_rate: float = 0.5
+
+
+def _linear(shape: Shape, outputs: int) -> nn.Module:
+    return paper.keras_initialised(nn.Sequential(nn.Flatten(), nn.Linear(_numbers(shape), outputs)))
+
+
+def _mlp(shape: Shape, outputs: int) -> nn.Module:
+    return paper.keras_initialised(
+        nn.Sequential(
+            nn.Flatten(), nn.Linear(_numbers(shape), 128), nn.Tanh(), nn.Linear(128, outputs)
+        )
+    )
+
+
+def _cnn(shape: Shape, outputs: int) -> nn.Module:
+    """The paper's networks for their shapes; for other images the smaller of them, its last layers fitted."""
+    channels, height, width = _image(shape)
+    if (channels, height, width) == (1, 28, 28):
+        return paper.pixel_cnn_mnist(classes=outputs)
+    if (channels, height, width) == (3, 32, 32):
+        return paper.pixel_cnn_cifar10(classes=outputs)
+    return _with_head(
+        [
+            nn.Conv2d(channels, 16, 5, stride=2, padding=2),
+            nn.Tanh(),
+            nn.Conv2d(16, 32, 3, stride=2, padding=1),
+            nn.Tanh(),
+        ],
+        shape,
+        outputs,
+    )
+
+
+def _scatter_cnn(shape: Shape, outputs: int) -> nn.Module:
+    channels, height, width = shape
+    if (channels, height, width) == (81, 7, 7):
+        return paper.scatter_cnn_mnist(classes=outputs)
+    if (channels, height, width) == (243, 8, 8):
+        return paper.scatter_cnn_cifar10(classes=outputs)
+    return _with_head(
+        [
+            nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.Tanh(),
+        ],
+        shape,
+        outputs,
+    )
+
+
+def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module:
+    """Convolutions, then two dense layers that fit what comes out of them."""
+    with torch.no_grad():
+        size = nn.Sequential(*layers)(torch.zeros(1, *shape)).numel()
+    dense = [nn.Flatten(), nn.Linear(size, 32), nn.Tanh(), nn.Linear(32, outputs)]
+    return paper.keras_initialised(nn.Sequential(*layers, *dense))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ModelKind("scatter-linear", _linear, scattered=True, clip_norm=0.1, learning_rate=8.0),
+        ModelKind("scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, learning_rate=4.0),
+        ModelKind("cnn", _cnn, clip_norm=0.1, learning_rate=2.0),
+        ModelKind("mlp", _mlp),
+        ModelKind("linear", _linear),
+    )
+}
+
+
+def model_kind(name: str) -> ModelKind:
+    """A model by name, or by the import path of a factory: ``package.module:factory``.
+
+    The factory is called with the shape of one input and the number of outputs, or without arguments if it takes none.
+    """
+    if name in KINDS:
+        return KINDS[name]
+    if ":" not in name:
+        raise InputError(
+            f"model must be one of {', '.join(KINDS)}, or package.module:factory, found {name!r}"
+        )
+    return ModelKind(name, _factory(name))
+
+
+def _factory(path: str) -> Build:
+    module_name, _, attribute = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except ImportError as error:
+        raise InputError(f"cannot import {module_name!r} for the model {path!r}: {error}") from None
+    except AttributeError:
+        raise InputError(f"{module_name} has no {attribute!r} for the model {path!r}") from None
+    if not callable(factory):
+        raise InputError(f"{path} is not a function or class that makes a model")
+    takes_arguments = bool(inspect.signature(factory).parameters)
+
+    def build(shape: Shape, outputs: int) -> nn.Module:
+        module = factory(shape, outputs) if takes_arguments else factory()
+        if not isinstance(module, nn.Module):
+            raise InputError(f"{path} must return a torch.nn.Module, found {type(module).__name__}")
+        return module
+
+    return build
+
+
+def _numbers(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _image(shape: Shape) -> Shape:
+    if len(shape) != 3:
+        raise InputError(
+            f"a cnn needs images, [channels, height, width] a record; found the shape {list(shape)}. Use mlp or linear"
+        )
+    return shape
