@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpis.data.scaling import (
@@ -151,6 +151,7 @@ def test_bounds_are_always_finite_and_ordered(cells: dict[int, float], fill: flo
     count=st.sampled_from([20.0, 1e3, 1e4]),
     parts=st.lists(st.sampled_from([0.0, 4.0, 12.0, 40.0, 1e3]), min_size=PARTS, max_size=PARTS),
 )
+@example(octave=120, count=1e4, parts=[12.0] * PARTS)
 def test_parts_that_contradict_their_octave_still_give_an_order(
     octave: int, count: float, parts: list[float]
 ) -> None:

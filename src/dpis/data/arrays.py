@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -119,7 +120,9 @@ def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
 
 def _read_pt(path: Path) -> dict[str, NDArray[np.generic]]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd pickles, which are refused just below
+            found = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise _cannot_read(path, error) from None
     except (*_UNREADABLE, AttributeError, TypeError, IndexError):
