@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpis.data.arrays import codes_by_appearance, read_arrays
@@ -133,6 +133,7 @@ def test_pt_contents_that_are_refused(tmp_path: Path) -> None:
     assert "dense tensor of real numbers" in error(pt(tmp_path, {"x": x.to(torch.complex64)}))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-3, 3), min_size=1))
 def test_codes_follow_first_appearance(values: list[int]) -> None:
     order = list(dict.fromkeys(values))

@@ -193,7 +193,7 @@ def test_other_arrays_are_taken_as_they_are(kind: type) -> None:
 def test_arrays_that_are_refused() -> None:
     made = ArrayPreprocessing((2,), False, NumberTarget("y", 0, 10))
     bad = np.array([[1, 2], [math.nan, 0], [3, math.inf], [1e60, 0]])
-    with pytest.raises(InputError, match="3 records have features that are not finite.*record 2;"):
+    with pytest.raises(InputError, match=r"3 records have features that are not finite.*record 2;"):
         made.encode_features(arrays(bad))
     with pytest.raises(InputError, match="that rule is part of the mechanism"):
         made.encode_features(arrays(bad[:2]))

@@ -102,12 +102,14 @@ def codes_by_appearance(values: NDArray[np.generic]) -> NDArray[np.int64]:
 
 def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+        with open(path, "rb") as file:
+            found = np.load(file, allow_pickle=False)
+            if not isinstance(found, np.lib.npyio.NpzFile):
                 raise InputError(
-                    f"{path} holds one array, not named ones: save it with numpy.savez"
+                    f"{path} holds one array, not named ones: save them with numpy.savez"
                 )
-            return {name: file[name] for name in file.files}
+            with found:
+                return {name: found[name] for name in found.files}
     except InputError:
         raise
     except OSError as error:

@@ -154,11 +154,10 @@ class _Column:
             middle = (begin + end) // 2
             outer, inner = ((begin, middle), (middle, end))[:: 1 if lower else -1]
             noise = self.noise_std * math.sqrt(middle - begin)
-            if self.parts[slice(*outer)].sum() > max(WEAK * noise, thin):
+            outer_count, inner_count = (self.parts[slice(*half)].sum() for half in (outer, inner))
+            if outer_count > max(WEAK * noise, thin):
                 begin, end = outer
-            elif self.parts[slice(*inner)].sum() > max(
-                CLEAR * noise, thin
-            ):  # so two ends never cross
+            elif inner_count > max(CLEAR * noise, thin):  # no less than WEAK: two ends never cross
                 begin, end = inner
             else:
                 break
