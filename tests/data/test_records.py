@@ -191,16 +191,15 @@ def test_declarations_that_do_not_fit(
 ) -> None:
     path = csv(tmp_path)
     with pytest.raises(InputError) as caught:
-        open_records(path, schema=flags(**changes)).encode()
+        open_records(path, schema=flags(**changes))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_label_out_of_range_names_value_and_line(tmp_path: Path) -> None:
     path = csv(tmp_path, "a,y\n1,0\n2,12\n")
-    raw = open_records(path, schema=Schema.from_flags(target="y", bounds=["a=0:9"], classes="10"))
-    with pytest.raises(InputError, match=r"the first is '12' in line 3 of .*people\.csv"):
-        raw.encode()
+    schema = Schema.from_flags(target="y", bounds=["a=0:9"], classes="10")
+    assert f"the first is '12' in line 3 of {path}" in error(path, schema=schema)
 
 
 def test_rows_without_a_user(tmp_path: Path) -> None:
@@ -338,9 +337,7 @@ def test_arrays_that_are_refused(tmp_path: Path) -> None:
         (ten, {"delimiter": ";"}),
     ):
         assert "are declared for tables" in error(path, schema=schema, **options)
-    with pytest.raises(InputError, match=r"the first is 7 in record 3 of .*a\.npz"):
-        open_records(path, schema=ten).encode()
+    assert f"the first is 7 in record 3 of {path}" in error(path, schema=ten)
     nan = arrays(tmp_path, x=np.array([[1, math.nan]]), y=np.array([0]))
-    with pytest.raises(InputError, match="1 record has features that are not finite"):
-        open_records(nan, schema=ten).encode()
+    assert "1 record has features that are not finite" in error(nan, schema=ten)
     assert "targets are needed" in error(arrays(tmp_path, x=np.ones((3, 2))), schema=ten)

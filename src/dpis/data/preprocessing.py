@@ -158,13 +158,7 @@ class TablePreprocessing:
 
     def encode_targets(self, table: Table) -> torch.Tensor:
         """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
-
-        def where(record: int) -> str:
-            return f"line {table.lines[record]} of {table.source}"
-
-        if isinstance(self.target, ClassTarget):
-            return self.target.of_text(table.texts[self.target.name], where)
-        return self.target.of_numbers(table.numbers[self.target.name], where)
+        return encode_table_targets(self.target, table)
 
     def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
         """A model's outputs as class names, or as numbers in the units of the target."""
@@ -279,6 +273,17 @@ def preprocessing_from_json(data: object) -> Preprocessing:
     if kind == "array":
         return ArrayPreprocessing.from_json(data)
     return TablePreprocessing.from_json(data)
+
+
+def encode_table_targets(target: Target, table: Table) -> torch.Tensor:
+    """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
+
+    def where(record: int) -> str:
+        return f"line {table.lines[record]} of {table.source}"
+
+    if isinstance(target, ClassTarget):
+        return target.of_text(table.texts[target.name], where)
+    return target.of_numbers(table.numbers[target.name], where)
 
 
 def confirmed_public(columns: tuple[Column, ...], target: Target) -> tuple[str, ...]:

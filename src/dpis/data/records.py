@@ -24,6 +24,7 @@ from dpis.data.preprocessing import (
     Preprocessing,
     TablePreprocessing,
     confirmed_public,
+    encode_table_targets,
 )
 from dpis.data.scaling import bucket_counts
 from dpis.data.schema import FROM_DATA, Names, Schema, canonical, is_missing, listed
@@ -79,6 +80,9 @@ class RawTable:
     """In the order of the file; a bare name is a column whose bounds must be released."""
 
     target: Target
+    targets: torch.Tensor
+    """Encoded when the file is opened, so that a label without a class is found before anything is spent."""
+
     user_ids: NDArray[np.int64] | None
 
     def __len__(self) -> int:
@@ -120,7 +124,8 @@ class RawTable:
             for column in self.columns
         ]
         preprocessing = TablePreprocessing(tuple(columns), self.target)
-        return EncodedRecords(*preprocessing.encode(self.table), preprocessing, self.user_ids)
+        features = preprocessing.encode_features(self.table)
+        return EncodedRecords(features, self.targets, preprocessing, self.user_ids)
 
     @property
     def private_notes(self) -> tuple[str, ...]:
@@ -145,21 +150,20 @@ class RawTable:
 class RawArrays:
     """Arrays that were read. They never need a release: features are taken as they are."""
 
-    arrays: Arrays
-    preprocessing: ArrayPreprocessing
+    encoded: EncodedRecords
 
     def __len__(self) -> int:
-        return len(self.arrays)
+        return len(self.encoded.targets)
 
     @property
     def task(self) -> Task:
         """Classification or regression."""
-        return self.preprocessing.target.task
+        return self.encoded.task
 
     @property
     def user_ids(self) -> NDArray[np.int64] | None:
         """``[N]``, users numbered from 0 in order of first appearance."""
-        return self.arrays.user_ids
+        return self.encoded.user_ids
 
     @property
     def columns_to_release(self) -> tuple[str, ...]:
@@ -179,8 +183,7 @@ class RawArrays:
         """Tensors."""
         if len(bounds):
             raise InputError(f"arrays need no bounds, found {len(bounds)}")
-        made = self.preprocessing.encode(self.arrays)
-        return EncodedRecords(*made, self.preprocessing, self.arrays.user_ids)
+        return self.encoded
 
 
 RawRecords = RawTable | RawArrays
@@ -287,12 +290,16 @@ def _open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str 
     if schema.user_column is not None:
         texts.append(schema.user_column)
     table = read_table(path, header, numbers=numbers, texts=texts)
+    learnt: Target
+    if classes is None:
+        learnt = NumberTarget(target, *schema.bounds[target])
+    else:
+        learnt = _class_target(target, classes, list(table.texts[target].values))
     return RawTable(
         table=table,
         columns=tuple(_column(table, schema, name) for name in feature_names),
-        target=NumberTarget(target, *schema.bounds[target])
-        if classes is None
-        else _class_target(target, classes, list(table.texts[target].values)),
+        target=learnt,
+        targets=encode_table_targets(learnt, table),
         user_ids=None if schema.user_column is None else _table_users(table, schema.user_column),
     )
 
@@ -432,16 +439,15 @@ def _open_arrays(
         )
     classes = _classes_of_target(path, schema, name)
     values = [] if classes != FROM_DATA else [str(v) for v in np.unique(targets).tolist()]
-    return RawArrays(
-        arrays,
-        ArrayPreprocessing(
-            record_shape=arrays.features.shape[1:],
-            divide_by_255=arrays.features.dtype == np.uint8,
-            target=NumberTarget(name, *schema.bounds[name])
-            if classes is None
-            else _class_target(name, classes, values),
-        ),
+    preprocessing = ArrayPreprocessing(
+        record_shape=arrays.features.shape[1:],
+        divide_by_255=arrays.features.dtype == np.uint8,
+        target=NumberTarget(name, *schema.bounds[name])
+        if classes is None
+        else _class_target(name, classes, values),
     )
+    made = preprocessing.encode(arrays)
+    return RawArrays(EncodedRecords(*made, preprocessing, arrays.user_ids))
 
 
 def _read_arrays_again(
