@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 
 from dpis.accounting import Accountant, CountSource
 from dpis.errors import InputError
+from dpis.gradients import guards
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
 from dpis.randomness import Key
@@ -150,7 +151,7 @@ def train(
         Budget(epsilon=2.0, delta=1e-05)
     """
     where = torch.device(device)
-    model.to(where)
+    model = guards.checked(model).to(where)
     records = Records(
         dataset,
         collate_fn=collate_fn,
@@ -223,9 +224,15 @@ def _open(
         if out is None:
             raise InputError("resume=True needs out=, the folder of the interrupted run")
         run = Run.resume(Path(out), len(records))
-        if run.config != config:
+        changed = _differences(run.config, config)
+        if seed not in (None, run.key.seed):
+            changed.append(f"seed: {run.key.seed!r}, now {seed!r}")
+        if diagnostics and not run.options.diagnostics:
+            changed.append("diagnostics: False, now True")
+        if changed:
+            run.close()
             raise InputError(
-                f"cannot resume {out}: it was started with other settings ({_differences(run.config, config)})"
+                f"cannot resume {out}: it was started with other settings ({', '.join(changed)})"
             )
         return run
     key = Key.fresh() if seed is None else Key.from_seed(seed)
@@ -238,9 +245,9 @@ def _open(
     return Run.start(path, config, len(records), key, options)
 
 
-def _differences(before: Config, now: Config) -> str:
-    names = [name for name in Config.__slots__ if getattr(before, name) != getattr(now, name)]
-    return ", ".join(f"{n}: {getattr(before, n)!r}, now {getattr(now, n)!r}" for n in names)
+def _differences(before: Config, now: Config) -> list[str]:
+    values = {name: (getattr(before, name), getattr(now, name)) for name in Config.__slots__}
+    return [f"{name}: {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], Optimizer]] = {

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
+from dpis.errors import InputError
 from dpis.gradients import batches
+from dpis.training.records import tensors_of
 
 Metric = Callable[[Any, Any], Tensor]
 """``metric(output, target)``: one value a row; they are averaged over all rows."""
@@ -68,6 +70,11 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict
     rows = 0
     with evaluating(module):
         for batch in _batches(held_out):
+            if not isinstance(batch, tuple | list) or len(batch) < 2:
+                raise InputError(
+                    f"held-out batches must be (input, ..., target), found {type(batch).__name__}: metrics compare the "
+                    "model's output with the target. Leave held_out out and measure the released model yourself"
+                )
             *inputs, target = batches.apply(lambda tensor: tensor.to(device), batch)
             output = module(*inputs)
             rows += batches.rows(batch)
@@ -77,9 +84,9 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict
 
 
 def _batches(held_out: HeldOut) -> Iterator[Any]:
-    dataset = held_out.dataset
-    if isinstance(dataset, TensorDataset) and held_out.collate_fn is None:
-        for start in range(0, len(dataset), ROWS_AT_ONCE):
-            yield tuple(tensor[start : start + ROWS_AT_ONCE] for tensor in dataset.tensors)
+    tensors = tensors_of(held_out.dataset)
+    if tensors and held_out.collate_fn is None:
+        for start in range(0, len(tensors[0]), ROWS_AT_ONCE):
+            yield tuple(tensor[start : start + ROWS_AT_ONCE] for tensor in tensors)
         return
-    yield from DataLoader(dataset, batch_size=ROWS_AT_ONCE, collate_fn=held_out.collate_fn)
+    yield from DataLoader(held_out.dataset, batch_size=ROWS_AT_ONCE, collate_fn=held_out.collate_fn)

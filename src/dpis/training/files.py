@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,13 +66,13 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._let_go: Callable[[], object] = lambda: None
         try:
             import fcntl
         except ImportError:  # pragma: no cover - a platform without them
-            self.release = lambda: None
             return
         descriptor = os.open(folder, os.O_RDONLY)
-        self.release = weakref.finalize(self, os.close, descriptor)
+        self._let_go = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,6 +82,10 @@ class FolderLock:
             ) from None
         except OSError:  # pragma: no cover - a file system without locks
             pass
+
+    def release(self) -> None:
+        """Let others in; doing it twice changes nothing."""
+        self._let_go()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,18 +69,17 @@ def architecture_of(module: nn.Module) -> str | None:
 
 def _alike(a: nn.Module, b: nn.Module) -> bool:
     """Whether two modules compute the same from the same weights: not all that decides is printed."""
-    pairs = zip(a.modules(), b.modules(), strict=True)
-    return (
-        repr(a) == repr(b)
-        and _tensors(a) == _tensors(b)
-        and all(_settings(one) == _settings(other) for one, other in pairs)
+    same = repr(a) == repr(b) and _tensors(a) == _tensors(b)
+    layers = (dict(module.named_modules(remove_duplicate=False)).values() for module in (a, b))
+    return same and all(
+        _settings(one) == _settings(other) for one, other in zip(*layers, strict=True)
     )
 
 
-def _settings(layer: nn.Module) -> dict[str, Any]:
-    own = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+def _settings(layer: nn.Module) -> dict[str, str]:
+    own = {name: repr(value) for name, value in vars(layer).items() if not name.startswith("_")}
     hooks = [*layer._forward_hooks.values(), *layer._forward_pre_hooks.values()]
-    return {**own, "training": None, "hooks": hooks}
+    return {**own, "training": "", "hooks": repr(hooks)}
 
 
 def _tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -45,7 +45,7 @@ class Records:
     """What is protected, record by record.
 
     Attributes:
-        dataset: map-style; a `TensorDataset` is indexed at once.
+        dataset: map-style; a plain `TensorDataset` is indexed at once.
         collate_fn: makes a batch of a list of items; torch's default.
         user_ids: one a row: then a record is a user with all of its rows.
         max_rows_per_user: how many rows of a user take part in a step, a public bound; a user's excess rows are left
@@ -131,8 +131,8 @@ class Records:
 
     def raw_rows(self, key: Key) -> Iterator[Any]:
         """All rows of the data set in their order, as they are: for a fingerprint."""
-        if isinstance(self.dataset, TensorDataset):
-            yield from self.dataset.tensors
+        if tensors := tensors_of(self.dataset):
+            yield from tensors
             return
         count = len(self.dataset)  # type: ignore[arg-type]
         for start in range(0, count, ROWS_AT_ONCE):
@@ -150,11 +150,10 @@ class Records:
         return rows.reshape(-1), torch.as_tensor(present, device=self.device)
 
     def _fetch(self, rows: npt.NDArray[np.int64], chance: Stream) -> Batch:
-        if isinstance(self.dataset, TensorDataset) and self.collate_fn is default_collate:
+        tensors = tensors_of(self.dataset)
+        if tensors and self.collate_fn is default_collate:
             index = torch.from_numpy(rows)
-            batch: Batch = tuple(
-                t.index_select(0, index.to(t.device)) for t in self.dataset.tensors
-            )
+            batch: Batch = tuple(t.index_select(0, index.to(t.device)) for t in tensors)
         else:
             with seeded_generators(chance):
                 batch = self.collate_fn(self._items(rows.tolist()))
@@ -187,12 +186,19 @@ class Records:
         if self.augment is None:
             return batch
         batch = self._repeated(batch)
-        seed = key.stream("augment", step).bytes(8)
-        changed = self.augment(batch, torch_generator(seed, self.device))
+        changed = self._apply_augment(batches.apply(torch.clone, batch), key, step)
         if batches.rows(changed) != batches.rows(batch):
             raise InputError("augment must return as many rows as it was given")
-        self._check_augment(batch, changed, seed)
+        self._check_augment(batch, changed, key, step)
         return changed
+
+    def _apply_augment(self, batch: Batch, key: Key, step: int) -> Batch:
+        """With a generator of the step's own; the global ones are seeded too, for whoever uses them."""
+        assert self.augment is not None
+        stream = key.stream("augment", step)
+        generator = torch_generator(stream.bytes(8), self.device)
+        with seeded_generators(stream):
+            return self.augment(batch, generator)
 
     def _repeated(self, batch: Batch) -> Batch:
         """Every row ``augmentations`` times; those of one row are neighbours."""
@@ -200,25 +206,36 @@ class Records:
             return batch
         return batches.apply(lambda t: t.repeat_interleave(self.augmentations, dim=0), batch)
 
-    def _check_augment(self, batch: Batch, changed: Batch, seed: bytes) -> None:
-        """With the first row exchanged and the same randomness, all other rows must come out the same."""
-        rows = batches.rows(batch)
-        if self._augment_checked or rows < 2:
+    def _check_augment(self, batch: Batch, changed: Batch, key: Key, step: int) -> None:
+        """With the first record exchanged and the same randomness, all others must come out the same."""
+        own = self.rows_per_record
+        places = torch.arange(batches.rows(batch))
+        places[:own] = places[-own:].clone()
+        exchanged = batches.take(batch, places)
+        if self._augment_checked or _equal(batch, exchanged):  # of equal records nothing shows
             return
         self._augment_checked = True
-        places = torch.arange(rows)
-        places[0] = rows - 1
-        assert self.augment is not None
-        other = self.augment(batches.take(batch, places), torch_generator(seed, self.device))
-        same = all(
-            torch.equal(a[1:], b[1:])
-            for a, b in zip(batches.tensors(changed), batches.tensors(other), strict=True)
-        )
+        other = self._apply_augment(exchanged, key, step)
+        same = _equal(*(batches.apply(lambda t: t[own:], b) for b in (changed, other)))
         if not same:
             raise CouplingError(
                 "augment mixes rows (one row changed, others came out different): records would couple and the privacy "
                 "guarantee would not hold. Change every row by itself, with random numbers from the generator alone"
             )
+
+
+def _equal(a: Batch, b: Batch) -> bool:
+    pairs = zip(batches.tensors(a), batches.tensors(b), strict=True)
+    return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
+
+
+def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a plain `TensorDataset`, to be indexed at once; of a class of its own none.
+
+    What such a class does to its items would be left out.
+    """
+    plain = type(dataset) is TensorDataset
+    return dataset.tensors if plain else ()  # type: ignore[attr-defined]
 
 
 def _readable(shapes: list[torch.Size]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,18 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For the file; what is private is absent unless asked for."""
+        """For the file; what is private is absent unless asked for, and a metric that is no number is null."""
         values = dict(vars(self))
+        values["metrics"] = _finite(self.metrics)
+        values["history"] = [_finite(epoch) for epoch in self.history]
         if self.gradient_evaluations is None:
             del values["gradient_evaluations"]
         return values
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    infinite = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {name: None if name in infinite else value for name, value in values.items()}
 
 
 def _claim(run: Run) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpis.accounting import Budget
 from dpis.errors import DpisError, InputError
-from dpis.gradients import RecordGradients
+from dpis.gradients import RecordGradients, guards
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import Terms
 from dpis.training.averaging import WeightAverage
-from dpis.training.chance import seeded_torch
-from dpis.training.evaluation import HeldOut, evaluate
+from dpis.training.buffers import FixedBuffers
+from dpis.training.chance import seeded_generators, seeded_torch
+from dpis.training.evaluation import HeldOut, Metric, evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
+from dpis.training.identity import described, described_model, described_optimizer
 from dpis.training.model_file import ModelCard, describe, loader_source, save_model
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Records, Rows
@@ -63,7 +66,7 @@ class Task:
     """What is trained, on what, and how: everything that is not privacy.
 
     Attributes:
-        model: the module.
+        model: the module. Layers of it that were put in evaluation mode one by one stay so.
         records: what is protected.
         loss: ``loss(output, target)``.
         objective: instead of ``loss``, see `RecordGradients`.
@@ -91,10 +94,18 @@ class Task:
     card: ModelCard | None = None
 
     def __post_init__(self) -> None:
-        if self.scheduler_interval not in ("epoch", "step"):
-            raise InputError(
-                f"scheduler_interval is epoch or step, found {self.scheduler_interval!r}"
-            )
+        self.model = guards.checked(self.model)
+        if (self.loss is None) == (self.objective is None):
+            raise InputError("exactly one of loss and objective is required")
+        if self.physical_batch is not None and self.physical_batch < 1:
+            raise InputError(f"physical batch must be at least 1, found {self.physical_batch}")
+        self._check_optimizer()
+        self._check_scheduler()
+        stop = self.early_stop
+        if stop is not None and (self._nothing_held_out or stop.metric not in self._metrics):
+            raise InputError(f"early stop needs held-out data with the metric {stop.metric!r}")
+
+    def _check_optimizer(self) -> None:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise InputError(
                 "LBFGS asks for several gradients a step, and each would have to be paid for: use another optimizer"
@@ -111,12 +122,32 @@ class Task:
                 "the optimizer steps parameters that are not trainable parameters of this model: "
                 "they would get no noise and no gradient. Make the optimizer from this model's parameters"
             )
-        if self.early_stop is not None and (
-            self.held_out is None or self.early_stop.metric not in self.held_out.metrics
-        ):
+
+    def _check_scheduler(self) -> None:
+        if self.scheduler_interval not in ("epoch", "step"):
             raise InputError(
-                f"early stop needs held-out data with the metric {self.early_stop.metric!r}"
+                f"scheduler_interval is epoch or step, found {self.scheduler_interval!r}"
             )
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            return
+        if self._nothing_held_out or not self._metrics:
+            raise InputError(
+                "ReduceLROnPlateau needs a metric on held-out data: the training loss is private, a learning rate "
+                "that follows it would leak. Give held_out="
+            )
+        if self.scheduler_interval == "step":
+            raise InputError(
+                "ReduceLROnPlateau steps once an epoch, when held-out data was measured: leave scheduler_interval out"
+            )
+
+    @property
+    def _metrics(self) -> Mapping[str, Metric]:
+        return {} if self.held_out is None else self.held_out.metrics
+
+    @property
+    def _nothing_held_out(self) -> bool:
+        dataset = None if self.held_out is None else self.held_out.dataset
+        return dataset is None or (isinstance(dataset, Sized) and len(dataset) == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +214,23 @@ class Trainer:
         self._keep_checkpoint = keep_checkpoint
         self._progress = _Progress()
         self._device = task.records.device
-        self._gradients = RecordGradients(
+        self._asleep = _asleep(task.model)
+        self._buffers = FixedBuffers(task.model)
+        self._shapes_checked = run.options.batch_shaped
+        self._stepped = False
+        try:
+            self._gradients = self._new_gradients()
+        except Exception:
+            self._give_up()
+            raise
+
+    def _new_gradients(self) -> RecordGradients:
+        task = self.task
+        if self.run.options.batch_shaped != task.records.batch_shaped:
+            raise InputError(
+                "batch_shaped of the run and of its records differ: the ledger says which"
+            )
+        return RecordGradients(
             task.model,
             task.loss,
             objective=task.objective,
@@ -191,10 +238,6 @@ class Trainer:
             chunk=task.physical_batch,
             expected_records=math.ceil(self._mechanism.plan.most_expected_candidates),
         )
-        if run.options.batch_shaped != task.records.batch_shaped:
-            raise InputError(
-                "batch_shaped of the run and of its records differ: the ledger says which"
-            )
 
     def train(self) -> Result:
         """All epochs, then the release.
@@ -208,11 +251,20 @@ class Trainer:
                 while not self._finished:
                     self._epoch(interrupted)
                 result = self._release()
+        except Exception:
+            self._give_up()
+            raise
         finally:
             self.run.close()
         if not self._keep_checkpoint:
-            self.run.folder.checkpoint.unlink(missing_ok=True)
+            self.run.folder.remove_checkpoint()
         return result
+
+    def _give_up(self) -> None:
+        """Before the first step nothing has been released: nothing half-written stays."""
+        if self.run.fresh and not self._stepped:
+            self.run.discard()
+        self.run.close()
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -251,14 +303,17 @@ class Trainer:
         step = mechanism.step
         draw = mechanism.draw()
         rows = Rows(None, None)
+        self._to_training_mode()
         if len(draw):
             rows = task.records.drawn(draw.indices.numpy(), key, step)
-        task.model.train()
+            self._refuse_batch_shapes(rows)
         with seeded_torch(key.stream("model", step)):
             update = mechanism.release_gradient(self._gradients, rows.batch, draw, rows.present)
-        for name, parameter in self._gradients.parameters.items():
-            parameter.grad = update[name].to(parameter.dtype)
-        task.optimizer.step()
+            self._buffers.check()
+            for name, parameter in self._gradients.parameters.items():
+                parameter.grad = update[name].to(parameter.dtype)
+            self._stepped = True
+            task.optimizer.step()
         task.optimizer.zero_grad(set_to_none=True)
         if task.average is not None:
             task.average.update(task.model)
@@ -270,7 +325,7 @@ class Trainer:
         """The norms of all records at the current parameters, for a released norm sum."""
         key, epoch = self.run.key, self._mechanism.epoch + 1
         norms = [torch.zeros(0, dtype=torch.float64)]
-        self.task.model.train()
+        self._to_training_mode()
         with seeded_torch(key.stream("model-all", epoch)):
             for rows in self.task.records.all(key, epoch):
                 result = self._gradients(
@@ -280,14 +335,24 @@ class Trainer:
         self._progress.gradient_evaluations += len(self.task.records)
         return torch.cat(norms)
 
+    def _to_training_mode(self) -> None:
+        self.task.model.train()
+        for layer in self._asleep:
+            layer.training = False
+
+    def _refuse_batch_shapes(self, rows: Rows) -> None:
+        """The ledger's header says that norms have one shape: tried out on the first batch (rule 19)."""
+        if not self._shapes_checked and self._gradients.batch_shaped(rows.batch):
+            raise InputError(
+                "the rounding of a record's norm depends on who shares its batch: sizes inside the model follow the "
+                "batch (packed sequences), or a kernel rounds records by their place. Declare it with "
+                "batch_shaped=True; the ledger will say so"
+            )
+        self._shapes_checked = True
+
     def _step_scheduler(self) -> None:
         scheduler = self.task.scheduler
         if isinstance(scheduler, ReduceLROnPlateau):
-            if not self._progress.metrics:
-                raise InputError(
-                    "ReduceLROnPlateau needs a metric on held-out data: the training loss is private, a learning rate "
-                    "that follows it would leak. Give held_out="
-                )
             scheduler.step(next(iter(self._progress.metrics.values())))
         elif scheduler is not None:
             scheduler.step()
@@ -296,7 +361,8 @@ class Trainer:
         """Held-out metrics after an epoch, and whether to stop on them."""
         task, progress, terms = self.task, self._progress, self._terms
         if task.held_out is not None:
-            with self._released_weights():
+            chance = self.run.key.stream("held-out", terms.epoch)
+            with self._released_weights(), seeded_generators(chance):
                 progress.metrics = evaluate(task.model, task.held_out, self._device)
         progress.history.append(
             {
@@ -376,6 +442,7 @@ class Trainer:
             task.scheduler.load_state_dict(state["scheduler"])
         if task.average is not None:
             task.average.load_state_dict(state["average"])
+        self._buffers = FixedBuffers(task.model)
         self._progress = _Progress(**state["progress"])
         self._mechanism.load_state_dict(state["mechanism"])
 
@@ -396,20 +463,20 @@ class Trainer:
 
     def _identity(self) -> dict[str, str]:
         """What must not change between a run and its continuation, beside the data."""
-        task = self.task
-        shapes = {name: tuple(v.shape) for name, v in task.model.state_dict().items()}
-        settings = {
-            name: value
-            for name, value in task.optimizer.defaults.items()
-            if isinstance(value, int | float | str | tuple | bool | None)
-        }
+        task, records = self.task, self.task.records
+        asleep = [name for name, layer in task.model.named_modules() if layer in self._asleep]
+        scheduler = None if task.scheduler is None else task.scheduler.state_dict()
         return {
-            "the model": repr(sorted(shapes.items())),
-            "the optimizer": f"{type(task.optimizer).__name__} {sorted(settings.items())}",
-            "the scheduler": type(task.scheduler).__name__,
-            "the moving average": "" if task.average is None else str(task.average.decay),
-            "the rows of a record": f"{task.records.rows_per_record} {task.records.augmentations}",
-            "the physical batch": str(task.physical_batch),
+            "the model": described_model(task.model),
+            "its layers in evaluation mode": described(asleep),
+            "the loss": described(task.loss if task.objective is None else task.objective),
+            "the optimizer": described_optimizer(task.optimizer),
+            "the scheduler": described([type(task.scheduler), task.scheduler_interval, scheduler]),
+            "the moving average": described(task.average and task.average.decay),
+            "the rows of a record": described([records.max_rows_per_user, records.augmentations]),
+            "the augmentation": described(records.augment),
+            "the collate function": described(records.collate_fn),
+            "the physical batch": described(task.physical_batch),
             "the early stop": repr(task.early_stop),
         }
 
@@ -423,7 +490,7 @@ class Trainer:
             save_model(folder.model, task.model, card)
         loader = loader_source(card)
         if loader is not None:
-            write_whole(folder.loader, lambda file: _write(file, loader))
+            write_whole(folder.loader, loader.encode())
         sha256 = hashlib.sha256(folder.model.read_bytes()).hexdigest()
         self.run.finish(sha256)
         diagnostics = None
@@ -437,8 +504,8 @@ class Trainer:
             model_sha256=sha256,
             gradient_evaluations=None if diagnostics is None else diagnostics.gradient_evaluations,
         )
-        text = json.dumps(summary.as_json(), indent=2) + "\n"
-        write_whole(folder.summary, lambda file: _write(file, text))
+        text = json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n"
+        write_whole(folder.summary, text.encode())
         return Result(
             folder=folder.path,
             claim=self._mechanism.plan.claim,
@@ -449,8 +516,13 @@ class Trainer:
         )
 
 
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+def _asleep(model: nn.Module) -> set[nn.Module]:
+    """Layers that stay in evaluation mode: put there one by one, or normalising by fixed statistics."""
+    return {
+        layer
+        for layer in model.modules()
+        if not layer.training and (model.training or isinstance(layer, _BatchNorm))
+    }
 
 
 @contextmanager

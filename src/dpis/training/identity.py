@@ -1,0 +1,68 @@
+"""What must not change between a run and its continuation, beside the data, as texts that can be compared."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Plain = str | bool | int | float | complex | None
+
+
+def described(value: Any) -> str:
+    """A setting, a function or an object by its name and its plain attributes, the same in every process.
+
+    What a function does inside, or holds in its closure, does not show.
+    """
+    if isinstance(value, Plain):
+        return repr(value)
+    if isinstance(value, Tensor):
+        contents = hashlib.sha256(value.detach().cpu().double().numpy().tobytes()).hexdigest()
+        return f"{value.dtype} {tuple(value.shape)} {contents}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k}: {described(v)}' for k, v in value.items())}}}"
+    if isinstance(value, Sequence):
+        return f"[{', '.join(map(described, value))}]"
+    if isinstance(value, functools.partial):
+        return f"partial {described([value.func, value.args, value.keywords])}"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    kind = type(value)
+    attributes = getattr(value, "__dict__", {})
+    own = {k: v for k, v in attributes.items() if _is_plain(v) and k != "training"}
+    if isinstance(value, nn.Module):
+        own |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
+    return f"{kind.__module__}.{kind.__qualname__} {described(own)}"
+
+
+def described_model(module: nn.Module) -> str:
+    """Its layers with their settings, and which parameters are trained; not the values of weights and buffers."""
+    layers = {name: _settings(layer) for name, layer in module.named_modules()}
+    tensors = {name: f"{v.dtype} {tuple(v.shape)}" for name, v in module.state_dict().items()}
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    return described([layers, tensors, trained])
+
+
+def described_optimizer(optimizer: Optimizer) -> str:
+    """Its settings, group by group; of a learning rate that a schedule moves, the one it began with."""
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        settings["lr"] = group.get("initial_lr", group.get("lr"))
+        groups.append({**settings, "params": len(group["params"])})
+    return f"{type(optimizer).__qualname__} {described(groups)}"
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    own = {name: v for name, v in vars(layer).items() if _is_plain(v) and name != "training"}
+    return {"": type(layer).__qualname__, **own}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, Plain)
