@@ -1,0 +1,287 @@
+"""Small systems to try laws on: records that are their own gradients, noise of our choice, journals that listen."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpis import randomness
+from dpis.accounting import Accountant, Entry, Guard
+from dpis.gradients import RecordGradients
+from dpis.gradients.engine import Gradients
+from dpis.mechanism import Config, Contribution, Mechanism, Method, Unprotected, make_plan
+from dpis.mechanism import mechanism as module
+from dpis.randomness import KEY_BYTES, Key
+from dpis.sampling import Draw
+
+PRIVATE = [method for method in Method if method.private]
+
+
+def config(method: Method = Method.DPIS, **changes: Any) -> Config:
+    """Ten declared records, five steps an epoch, two epochs."""
+    usual = {"epsilon": 2.0, "delta": 1e-3, "n_public": 10, "batch_size": 2, "epochs": 2}
+    usual["accountant"] = Accountant.RDP  # plans are made sooner, and laws do not depend on it
+    return Config(method=method, **(usual | changes))
+
+
+plan_of = functools.cache(make_plan)
+
+
+# ── randomness of our choice ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A stream that always says the same."""
+
+    value: float
+
+    def normals(self, count: int) -> Tensor:
+        return torch.full((count,), self.value, dtype=torch.float64)
+
+    def uniforms(self, count: int) -> Any:
+        return self.normals(count).numpy()
+
+
+@dataclass(frozen=True)
+class Given:
+    """A stream of these uniform numbers."""
+
+    values: Sequence[float]
+
+    def uniforms(self, count: int) -> Any:
+        assert count == len(self.values)
+        return torch.tensor(self.values, dtype=torch.float64).numpy()
+
+
+@dataclass(frozen=True, repr=False)
+class Rigged(Key):
+    """A key that gives streams of our choice for some purposes, found by how these begin."""
+
+    streams: Mapping[str, Any] = field(default_factory=dict)
+
+    def stream(self, purpose: str, step: int) -> Any:
+        for beginning, stream in self.streams.items():
+            if purpose.startswith(beginning):
+                return stream
+        return super().stream(purpose, step)
+
+
+def rigged(noise: float, accept: Sequence[float] | float | None = None, seed: int = 1) -> Rigged:
+    """All normals are ``noise``; acceptance coins as given, one for all or each; other coins by the seed."""
+    streams: dict[str, Any] = {"noise": Constant(noise), "release:": Constant(noise)}
+    if accept is not None:
+        streams["accept"] = Constant(accept) if isinstance(accept, float) else Given(accept)
+    return Rigged(bytes([seed]) * KEY_BYTES, seed, streams)
+
+
+# ── journals ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Listener(Unprotected):
+    """Writes nothing, asks the guard if there is one, and remembers what came when."""
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        super().__init__()
+        self.guard = guard
+        self.log: list[Entry | str] = []
+
+    def spend(self, entries: Sequence[Entry]) -> None:
+        for entry in entries if self.guard is not None else ():
+            self.guard.admit(entry.event)
+        super().spend(entries)
+        self.log += entries
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [item for item in self.log if isinstance(item, Entry)]
+
+
+@contextmanager
+def watching() -> Iterator[list[tuple[str, float]]]:
+    """What comes out of the noise, by name; sums of gradients are named after their parameters."""
+    seen: list[tuple[str, float]] = []
+    real = module.add_noise
+
+    def add_noise(sums: Mapping[str, Tensor], std: float, stream: Any) -> dict[str, Tensor]:
+        noisy = real(sums, std, stream)
+        seen.extend((name, float(value.flatten()[0])) for name, value in noisy.items())
+        return noisy
+
+    module.add_noise = add_noise
+    try:
+        yield seen
+    finally:
+        module.add_noise = real
+
+
+@contextmanager
+def recorded_streams() -> Iterator[list[bytes]]:
+    """The secrets of all streams that are opened."""
+    secrets: list[bytes] = []
+    real = randomness.Stream.__init__
+
+    def init(self: randomness.Stream, key: bytes) -> None:
+        secrets.append(key)
+        real(self, key)
+
+    randomness.Stream.__init__ = init
+    try:
+        yield secrets
+    finally:
+        randomness.Stream.__init__ = real
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.lru_cache
+def engine(width: int, dtype: torch.dtype = torch.float64) -> RecordGradients:
+    """The real engine over a linear loss: the gradient of a record is the record."""
+    model = nn.Linear(width, 1, bias=False, dtype=dtype)
+    return RecordGradients(model, objective=lambda model, batch: model(batch).squeeze(1))
+
+
+class PlainSums:
+    """A stand-in for the engine where thousands of runs are made: records are gradients too."""
+
+    def __init__(self, width: int) -> None:
+        self.parameters = {"weight": torch.zeros(1, width, dtype=torch.float64)}
+
+    def __call__(self, batch: Tensor, weigh: Callable[..., Tensor], present: None) -> Gradients:
+        norms = batch.norm(dim=1)
+        weights = weigh(norms, torch.arange(len(norms)))
+        return Gradients(norms, {"weight": (weights[:, None] * batch).sum(0, keepdim=True)})
+
+
+# ── a system ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Small:
+    """A mechanism over records that are their own gradients.
+
+    Args:
+        config: what is tried.
+        records: one gradient a row.
+        key: real or rigged.
+        journal: where events go.
+        gradients: the real engine, unless speed matters.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        records: Tensor,
+        key: Key | None = None,
+        journal: Any = None,
+        gradients: Any = None,
+    ) -> None:
+        self.records = records
+        self.journal = Listener() if journal is None else journal
+        key = rigged(noise=0.0) if key is None else key
+        self.mechanism = Mechanism(plan_of(config), len(records), key, self.journal)
+        self.gradients = engine(records.shape[1], records.dtype) if gradients is None else gradients
+
+    def begin(self) -> Any:
+        return self.mechanism.begin_epoch(lambda: self.records.double().norm(dim=1))
+
+    def seen(self, norms: Sequence[float]) -> Small:
+        """As if these norms had been seen before; inf is unseen."""
+        self.mechanism.sampler.observe(torch.arange(len(norms)), torch.tensor(norms))
+        return self
+
+    def step(self, drawn: Sequence[int] | None = None, importance: Any = None) -> Tensor:
+        """One released gradient, over these records if they are given, else by real coins."""
+        mechanism = self.mechanism
+        if drawn is not None:
+            caps = [mechanism.terms.clip_norm] * len(drawn) if importance is None else importance
+            given = Draw(torch.tensor(drawn).long(), torch.tensor(caps, dtype=torch.float64))
+            with forced(mechanism.sampler, given):
+                draw = mechanism.draw()
+        else:
+            draw = mechanism.draw()
+        batch = self.records[draw.indices]
+        return mechanism.release_gradient(self.gradients, batch, draw, None)["weight"].flatten()
+
+    def epoch(self) -> list[Tensor]:
+        self.begin()
+        steps = [self.step() for _ in range(self.mechanism.steps_left)]
+        self.mechanism.end_epoch()
+        return steps
+
+    def run(self) -> list[Tensor]:
+        """Every released gradient of the whole run."""
+        return [step for _ in range(self.mechanism.plan.workload.epochs) for step in self.epoch()]
+
+
+@contextmanager
+def forced(sampler: Any, draw: Draw) -> Iterator[None]:
+    """The sampler draws this."""
+    sampler.draw = lambda rate, stream: draw
+    try:
+        yield
+    finally:
+        del sampler.draw
+
+
+# ── what the specification says ──────────────────────────────────────────────────────────────────────
+
+
+def importance(last_norm: float, config: Config) -> float:
+    """``g_hat``."""
+    C = config.clip_norm
+    last_norm = last_norm if math.isfinite(last_norm) else math.inf
+    return min(C, config.headroom * max(last_norm, config.floor * C))
+
+
+def clipped(gradient: Tensor, bound: float) -> Tensor:
+    return gradient * min(1.0, bound / float(gradient.norm()))
+
+
+def rows(*norms: float, width: int = 3) -> Tensor:
+    """Gradients of these norms, in different directions."""
+    angles = torch.arange(len(norms), dtype=torch.float64)[:, None] * torch.arange(1, width + 1)
+    directions = torch.cos(angles + 0.3)
+    return directions / directions.norm(dim=1, keepdim=True) * torch.tensor(norms)[:, None].double()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the released gradient over all coins: the mean, and the expected squared distance from it."""
+
+    mean: Tensor
+    variance: float
+
+
+def moments_by_enumeration(
+    config: Config, records: Tensor, last_norms: Sequence[float], gradients: Any = None
+) -> Moments:
+    """Every subset of candidates, and for `reject` every outcome of their second coins."""
+    caps = [importance(norm, config) for norm in last_norms]
+    rate = plan_of(config).workload.sampling_rate[0]
+    chances = [rate * cap / config.clip_norm for cap in caps]
+    keeps = [min(1.0, float(g.norm()) / cap) for g, cap in zip(records, caps, strict=True)]
+    second = config.contribution is Contribution.REJECT
+    mean, square, total = torch.zeros(records.shape[1]).double(), 0.0, 0.0
+    for coins in itertools.product([False, True], repeat=len(caps)):
+        drawn = [i for i, head in enumerate(coins) if head]
+        weight = math.prod(q if head else 1 - q for q, head in zip(chances, coins, strict=True))
+        for accepted in itertools.product([True, False], repeat=len(drawn) if second else 0):
+            pairs = [(keeps[i], kept) for i, kept in zip(drawn, accepted, strict=False)]
+            chance = weight * math.prod(p if kept else 1 - p for p, kept in pairs)
+            uniforms = [p / 2 if kept else (1 + p) / 2 for p, kept in pairs]
+            system = Small(config, records, rigged(0.0, uniforms), None, gradients).seen(last_norms)
+            system.begin()
+            update = system.step(drawn, [caps[i] for i in drawn])
+            mean, square = mean + chance * update, square + chance * float(update.square().sum())
+            total += chance
+    assert abs(total - 1) < 1e-12
+    return Moments(mean, square - float(mean.square().sum()))
