@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
+from dpis.sampling import classes as module
 from dpis.sampling.classes import RecordClasses
 
 CLASSES = 5
@@ -47,6 +48,17 @@ def test_moves_keep_the_structure(data: st.DataObject) -> None:
     some = st.dictionaries(st.integers(0, len(labels) - 1), label) if labels else st.just({})
     accept_structure(built(labels), labels)
     accept_moves(labels, data.draw(st.lists(some, max_size=6)))
+
+
+@given(st.lists(label, max_size=40))
+def test_sorting_in_parts_is_sorting(labels: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SLICE", 7)
+        in_parts = built(labels)
+    accept_structure(in_parts, labels)
+    assert in_parts.order.tolist() == built(labels).order.tolist()
+    in_parts.sort(np.array(labels[::-1], dtype=np.uint8), CLASSES)
+    accept_structure(in_parts, labels[::-1])
 
 
 def test_a_whole_class_moves_at_once_and_classes_change_places() -> None:

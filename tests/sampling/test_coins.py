@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpis.errors import InputError
 from dpis.randomness import Stream
 from dpis.sampling.coins import heads
 from dpis.sampling.draw import Draw
@@ -74,6 +75,12 @@ def test_more_heads_than_anybody_expects() -> None:
 @pytest.mark.parametrize("probability", [0.0, 1e-300, 1e-15, 1e-9])
 def test_no_heads_at_all(probability: float) -> None:
     assert toss([2**31 - 1, 10], [probability, 0.0], Constant(2.0**-53)) == ([], [])
+
+
+@pytest.mark.parametrize("probability", [-1e-9, 1 + 1e-9, math.nan])
+def test_what_is_not_a_probability_is_refused(probability: float) -> None:
+    with pytest.raises(InputError):
+        toss([3, 3], [0.5, probability], KEY.stream("coins", 0))
 
 
 def test_every_subset_has_its_probability() -> None:

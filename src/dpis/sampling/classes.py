@@ -11,10 +11,12 @@ from dpis.errors import InputError
 
 Integers = npt.NDArray[np.int64]
 
+SLICE = 1 << 20
 
-def slices(count: int, length: int = 1 << 20) -> Iterator[slice]:
+
+def slices(count: int) -> Iterator[slice]:
     """All of ``count`` records, some at a time: what treats every record then takes little memory."""
-    return (slice(start, start + length) for start in range(0, count, length))
+    return (slice(start, start + SLICE) for start in range(0, count, SLICE))
 
 
 class RecordClasses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from dpis.errors import InputError
 from dpis.randomness import Stream
 
 Integers = npt.NDArray[np.int64]
@@ -22,6 +23,8 @@ def heads(sizes: Integers, probabilities: Reals, stream: Stream) -> tuple[Intege
     Returns:
         The slots that fell heads, ascending within every group, and the group of each.
     """
+    if not np.all((probabilities >= 0) & (probabilities <= 1)):
+        raise InputError(f"probabilities must lie in [0, 1], found {probabilities}")
     with np.errstate(divide="ignore"):
         log_tails = np.log1p(-probabilities)
     starts = np.cumsum(sizes) - sizes
