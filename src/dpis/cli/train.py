@@ -197,15 +197,17 @@ def train(
     ] = False,
 ) -> None:
     """Train a private model: without arguments, DPIS on a sample of Fashion-MNIST."""
-    asked = {
-        name: value for name, value in context.params.items() if value not in (None, False, (), [])
-    }
+    asked = {name: value for name, value in context.params.items() if _was_said(value)}
     for about_output in ("resume", "keep_checkpoint", "as_json"):
         asked.pop(about_output, None)
     if resume is not None and asked:
         flags = ", ".join(sorted("--" + name.rstrip("_").replace("_", "-") for name in asked))
         raise InputError(f"--resume goes on with what the run was started with: leave out {flags}")
     _run(asked, resume, keep_checkpoint, as_json)
+
+
+def _was_said(value: object) -> bool:
+    return value is not None and value is not False and value not in ((), [])
 
 
 def _run(asked: dict[str, Any], resume: Path | None, keep_checkpoint: bool, as_json: bool) -> None:

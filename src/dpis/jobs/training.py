@@ -86,21 +86,20 @@ class _Job:
         if kind.scattered and source.image_shape is None:
             raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
         config = _config(options, self._method, kind, source)
-        rehearsal = (
-            source.encode(None) if source.releases else None
-        )  # errors before anything is spent
-        encoded = None if source.releases else source.encode(None)
+        task = self._task(source.encode(None), kind)  # errors come before anything is written
         if resume is None:
             for note in source.notes:
                 self._reporter.note(f"note (private, shown here only): {note}")
-        del rehearsal
         run = self._open(resume, config, source)
-        if encoded is None:
-            encoded = source.encode(run.mechanism)
-        task = self._task(encoded, kind)
-        result = Trainer(
-            run, task, reporter=self._reporter, keep_checkpoint=self._keep_checkpoint
-        ).train()
+        try:
+            if source.releases:  # the task above was a rehearsal, with made-up bounds
+                task = self._task(source.encode(run.mechanism), kind)
+            trainer = Trainer(
+                run, task, reporter=self._reporter, keep_checkpoint=self._keep_checkpoint
+            )
+            result = trainer.train()
+        finally:
+            run.close()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
     def _open(self, resume: Path | None, config: Config, source: Source) -> Run:

@@ -1,0 +1,329 @@
+"""`dpis train`, `evaluate`, `predict` from the outside: what a person types, sees and gets."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dpis.accounting import verify_ledger
+from dpis.cli.app import main
+
+QUICK = ["--accountant", "rdp", "--epochs", "2", "--batch-size", "50", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DPIS_DATA", str(tmp_path / "no-data"))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """A CSV with numbers, a category, missing values, users and two targets."""
+    path = tmp_path_factory.mktemp("table") / "people.csv"
+    generator = np.random.default_rng(0)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "income", "colour", "who", "sick", "score"])
+        for row in range(400):
+            age, income = generator.uniform(0, 100), generator.normal(3e4, 5e3)
+            colour = generator.choice(["red", "blue"])
+            sick = "yes" if age + 20 * (colour == "red") > 60 else "no"
+            shown_age = "" if row % 50 == 0 else f"{age:.1f}"
+            writer.writerow(
+                [shown_age, f"{income:.0f}", colour, row % 100, sick, f"{age / 10:.2f}"]
+            )
+    return path
+
+
+DECLARED = [
+    "--bounds",
+    "age=0:100",
+    "--bounds",
+    "income=0:100000",
+    "--categories",
+    "colour=red,blue",
+]
+
+
+def declared(table, *more):
+    return ["train", str(table), *DECLARED, *QUICK, *more]
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def error_of(capsys, arguments):
+    """The one line a bad command leaves; exit code 2, no traceback, no run folder."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("dpis: error: ")
+    assert not Path("runs").exists()
+    return lines[0]
+
+
+# ── a run from end to end ────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_table_is_trained_on_verified_evaluated_and_predicted_with(table, tmp_path, capsys):
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    out = str(tmp_path / "run")
+    assert main(declared(table, *drop, "--epsilon", "8", "--lr", "2", "--out", out, "--json")) == 0
+    found = last_line(capsys)
+    assert {"method", "epsilon", "delta", "test_accuracy", "wall_seconds", "run_dir"} <= set(found)
+    assert "gradient_evaluations" not in found
+    assert found["epsilon"] == 8.0
+    assert verify_ledger(Path(out) / "ledger.jsonl", Path(out) / "model.safetensors").holds
+
+    assert main(["evaluate", out, str(table), "--json"]) == 0
+    assert last_line(capsys)["accuracy"] > 0.7
+
+    assert main(["predict", out, str(table)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "prediction"
+    assert len(lines) == 401
+    assert set(lines[1:]) <= {"yes", "no"}
+
+
+def test_a_regression_speaks_in_the_units_of_its_target(table, tmp_path, capsys):
+    drop = ["--drop", "who", "--drop", "sick", "--target", "score", "--bounds", "score=0:10"]
+    out = str(tmp_path / "run")
+    assert main(declared(table, *drop, "--epsilon", "50", "--out", out, "--json")) == 0
+    found = last_line(capsys)
+    assert found["test_accuracy"] is None
+    assert found["test_squared_error"] > 0
+    assert main(["predict", out, str(table), "--json"]) == 0
+    predictions = json.loads(capsys.readouterr().out)
+    assert len(predictions) == 400
+    assert max(predictions) > 1.5  # not in -1..1
+
+
+def test_undeclared_bounds_are_released_and_charged(table, tmp_path, capsys):
+    flags = [
+        "--categories",
+        "colour=red,blue",
+        "--drop",
+        "who",
+        "--drop",
+        "score",
+        "--target",
+        "sick",
+    ]
+    classes = ["--classes", "from-data", "--release-scale", "--epsilon", "8"]
+    out = tmp_path / "run"
+    assert main(["train", str(table), *flags, *classes, *QUICK, "--out", str(out), "--json"]) == 0
+    verdict = verify_ledger(out / "ledger.jsonl")
+    assert [entry.label for entry in verdict.ledger.entries][:2] == ["scale", "gradient"]
+    assert verdict.holds
+
+
+def test_users_are_protected_as_a_whole(table, tmp_path, capsys):
+    flags = ["--user-column", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    out = tmp_path / "run"
+    small = ["--batch-size", "10", "--out", str(out), "--json"]
+    assert main([*declared(table, *flags), *small]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["claim"]["protects"] == "one user with all of their rows"
+    assert summary["claim"]["n_public"] <= 100
+
+
+def test_the_summary_tells_a_newcomer_what_is_promised(table, tmp_path, capsys):
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    assert main(declared(table, *drop, "--seed", "1", "--diagnostics")) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "Accuracy",
+        "Guarantee",
+        "Not covered",
+        "NOT FOR RELEASE",
+        "Gradients computed",
+        "runs/1",
+    ):
+        assert part in shown, part
+    assert str(table) not in (Path("runs/1") / "summary.json").read_text()
+
+
+def test_images_of_the_users_own_are_scattered(tmp_path, capsys):
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 2, 200)
+    images = generator.integers(0, 60, (200, 12, 12), dtype=np.uint8)
+    images[labels == 1, 3:9, 3:9] += 150
+    np.savez(tmp_path / "images.npz", x=images, y=labels)
+    out = tmp_path / "run"
+    command = [
+        "train",
+        "images.npz",
+        "--classes",
+        "2",
+        *QUICK,
+        "--epsilon",
+        "8",
+        "--out",
+        str(out),
+        "--json",
+    ]
+    assert main(command) == 0
+    assert last_line(capsys)["test_accuracy"] > 0.8
+    program = (
+        "import sys, numpy as np; sys.modules['dpis'] = None; import model; "
+        "x = np.load('../images.npz')['x'][:50]; "
+        "print(model.load()(model.preprocess(x)).argmax(1).tolist())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=out, capture_output=True, text=True, check=True
+    )
+    assert main(["predict", str(out), "images.npz", "--json"]) == 0
+    predictions = [int(name) for name in json.loads(capsys.readouterr().out)]
+    assert json.loads(done.stdout) == predictions[:50]
+
+
+def test_sgd_says_that_it_is_not_private(table, capsys):
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    assert main(declared(table, *drop, "--method", "sgd")) == 0
+    assert "NOT PRIVATE" in capsys.readouterr().out
+    assert not Path("runs/1/ledger.jsonl").exists()
+
+
+def test_a_model_of_the_users_own(table, tmp_path, capsys):
+    (tmp_path / "my_model.py").write_text(
+        "from torch import nn\n\n\ndef make(shape, outputs):\n    return nn.Linear(shape[0], outputs)\n"
+    )
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    assert main(declared(table, *drop, "--model", "my_model:make", "--json")) == 0
+    assert main(["evaluate", "runs/1", str(table)]) == 0
+
+
+# ── interrupted and resumed ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_job_is_resumed_by_its_folder_alone(table, tmp_path, capsys, monkeypatch):
+    from dpis.training.trainer import Trainer
+
+    drop = [
+        "--drop",
+        "who",
+        "--drop",
+        "score",
+        "--target",
+        "sick",
+        "--classes",
+        "no,yes",
+        "--seed",
+        "3",
+    ]
+    assert main(declared(table, *drop, "--out", "whole")) == 0
+    taken = 0
+    step = Trainer._step
+
+    def interrupted(trainer):
+        nonlocal taken
+        taken += 1
+        if taken == 9:
+            raise RuntimeError("the lights went out")
+        step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        with pytest.raises(RuntimeError):
+            main(declared(table, *drop, "--out", "broken"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["train", "--resume", "../broken"]) == 0
+    for name in ("model.safetensors", "ledger.jsonl", "summary.json", "model.py"):
+        assert Path("../whole", name).read_bytes() == Path("../broken", name).read_bytes(), name
+    assert not Path("../broken/checkpoint.secret").exists()
+
+
+def test_resume_takes_nothing_else(capsys):
+    assert "leave out --epsilon" in error_of(capsys, ["train", "--resume", "x", "--epsilon", "2"])
+    assert "nothing to resume" in error_of(capsys, ["train", "--resume", "x"])
+
+
+# ── bad input: one clear line, exit code 2, nothing written ──────────────────────────────────────────
+
+
+def bad_commands(table):
+    target = ["--target", "sick", "--classes", "no,yes", "--drop", "who", "--drop", "score"]
+    return {
+        "a missing file": (["train", "absent.csv", "--target", "y"], "absent.csv"),
+        "an unknown name": (["train", "imagenet"], "imagenet"),
+        "a data set that is not here": (["train", "mnist"], "DPIS_DATA"),
+        "no target": (["train", str(table)], "--target"),
+        "a target that is not there": (["train", str(table), "--target", "y"], "no column 'y'"),
+        "an undeclared column": (
+            ["train", str(table), "--target", "sick", "--classes", "no,yes"],
+            "nothing is known about",
+        ),
+        "a label out of range": (
+            declared(table, *target[:2], "--classes", "a,b", *target[4:]),
+            "none of the 2 classes",
+        ),
+        "epsilon of zero": (declared(table, *target, "--epsilon", "0"), "epsilon must be"),
+        "delta of one": (declared(table, *target, "--delta", "1"), "delta must lie"),
+        "a batch larger than the data": (
+            declared(table, *target, "--n-public", "40"),
+            "larger than n_public",
+        ),
+        "an unknown method": (
+            declared(table, *target, "--method", "magic"),
+            "method must be one of",
+        ),
+        "an unknown model": (declared(table, *target, "--model", "vit"), "model must be one of"),
+        "a model that cannot be imported": (
+            declared(table, *target, "--model", "nowhere:make"),
+            "cannot import",
+        ),
+        "scatter of a table": (declared(table, *target, "--model", "scatter-cnn"), "needs images"),
+        "kappa and B": (
+            declared(table, *target, "--kappa", ".5", "--equivalent-batch", "99"),
+            "both given",
+        ),
+        "an unknown optimizer": (declared(table, *target, "--optimizer", "lion"), "--optimizer"),
+        "an unknown device": (declared(table, *target, "--device", "abacus"), "abacus"),
+        "a clip norm of words": (declared(table, *target, "--clip-norm", "big"), "--clip-norm"),
+        "adaptive clipping of dp-sgd": (
+            declared(table, *target, "--method", "dp-sgd", "--clip-norm", "auto"),
+            "keeps no norms",
+        ),
+        "an option that is not one": (["train", "--espilon", "1"], "espilon"),
+        "a folder in use": (declared(table, *target, "--out", "."), "not empty"),
+        "release of n without a guess": (declared(table, *target, "--release-n"), "n_public"),
+        "columns of a named set": (["train", "--target", "label"], "needs none"),
+        "ema of 2": (declared(table, *target, "--ema", "2"), "ema must lie"),
+    }
+
+
+@pytest.mark.parametrize("case", sorted(bad_commands(Path("x.csv"))))
+def test_bad_input_is_one_clear_line(case, table, capsys):
+    arguments, said = bad_commands(table)[case]
+    Path("here").write_text("something")
+    assert said in error_of(capsys, arguments)
+
+
+def test_features_that_are_not_numbers_are_refused(capsys):
+    features = torch.zeros(100, 3)
+    features[7, 1] = torch.nan
+    torch.save({"x": features, "y": torch.arange(100) % 2}, "data.pt")
+    assert "not finite" in error_of(capsys, ["train", "data.pt", "--classes", "2"])
+
+
+def test_a_folder_that_cannot_be_written(table, capsys):
+    Path("file").write_text("not a folder")
+    target = ["--target", "sick", "--classes", "no,yes", "--drop", "who", "--drop", "score"]
+    assert "cannot use" in error_of(capsys, declared(table, *target, "--out", "file/run"))
+
+
+def test_runs_without_a_model_cannot_be_used(capsys):
+    assert "no finished run" in error_of(capsys, ["evaluate", "nowhere"])
+    assert "no finished run" in error_of(capsys, ["predict", "nowhere", "x.csv"])
