@@ -312,7 +312,7 @@ class MeanOfWords(nn.Module):
 
 def test_shapes_that_follow_the_batch_are_refused(tmp_path: Path) -> None:
     settings = {"dataset": Texts(), "collate_fn": _padded, "batch_size": 4, "epochs": 1}
-    with pytest.raises(InputError, match="one shape are required.*batch_shaped=True"):
+    with pytest.raises(InputError, match=r"one shape are required.*batch_shaped=True"):
         fit(tmp_path / "run", MeanOfWords(), **settings)
 
 

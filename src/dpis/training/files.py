@@ -125,6 +125,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(path)
+            if not self.checkpoint.exists():  # killed while it wrote its first
+                _unfinished(self.checkpoint).unlink(missing_ok=True)
             occupied = any(path.iterdir())
         except OSError as error:
             raise InputError(f"cannot use {path} as a run folder: {error.strerror}") from None

@@ -88,7 +88,7 @@ def _tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def _expression(module: nn.Module) -> str | None:
     if type(module) is nn.Sequential:
-        if [name for name, _ in module.named_children()] != [str(i) for i in range(len(module))]:
+        if list(module._modules) != [str(place) for place in range(len(module))]:
             return None
         parts = [_expression(child) for child in module]
         return None if None in parts else f"nn.Sequential({', '.join(map(str, parts))})"
