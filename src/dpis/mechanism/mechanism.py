@@ -7,7 +7,7 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dpis.contribution import contribution_weights
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients import RecordGradients
 from dpis.gradients.batches import Batch
+from dpis.gradients.engine import Weigh
 from dpis.mechanism.config import Contribution, NormSum
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
@@ -222,18 +223,29 @@ class Mechanism:
             draw: as `draw` returned it for this step.
             present: which rows count, for records of several rows.
         """
+        return self.release_gradient_of_parts(gradients, [(batch, present)][: len(draw)], draw)
+
+    def release_gradient_of_parts(
+        self,
+        gradients: RecordGradients,
+        parts: Iterable[tuple[Batch, Tensor | None]],
+        draw: Draw,
+    ) -> dict[str, Tensor]:
+        """The same, where the rows come a few records at a time: a large batch never lies in memory whole.
+
+        Args:
+            gradients: the model and its loss.
+            parts: batches and which of their rows count, together the rows of the drawn records in their order.
+            draw: as `draw` returned it for this step.
+        """
         if self.terms is None or draw is not self._drawn:
             raise BudgetExceededError(
                 "a gradient is released once for every draw, and for the last one only: the coins of a step are "
                 "fresh. Draw again; nothing was released"
             )
         terms, step = self.terms, self.step
-        if len(draw):
-            result = gradients(batch, self._weigh(draw, terms, step), present)
-            self.sampler.observe(draw.indices, result.norms)
-            sums = result.sums
-        else:  # an empty batch is a normal step: pure noise
-            sums = {name: torch.zeros_like(p) for name, p in gradients.parameters.items()}
+        norms, sums = self._norms_and_sums(gradients, parts, draw, self._weigh(draw, terms, step))
+        self.sampler.observe(draw.indices, norms)
         self._drawn = None
         self.step += 1
         self.steps_left -= 1
@@ -244,7 +256,34 @@ class Mechanism:
         scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
         return {name: scale * value for name, value in noisy.items()}
 
-    def _weigh(self, draw: Draw, terms: Terms, step: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def _norms_and_sums(
+        self,
+        gradients: RecordGradients,
+        parts: Iterable[tuple[Batch, Tensor | None]],
+        draw: Draw,
+        weigh: Weigh,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Norms of all drawn records and the weighted sum of their gradients; zeros for an empty batch."""
+        norms = [torch.zeros(0, dtype=torch.float64)]
+        sums = {
+            name: torch.zeros_like(p, dtype=torch.float64)
+            for name, p in gradients.parameters.items()
+        }
+        before = 0
+        for batch, present in parts:
+            result = gradients(batch, _from_place(before, weigh), present)
+            norms.append(result.norms.cpu())
+            before += len(result.norms)
+            for name, value in result.sums.items():
+                sums[name] += value
+        if before != len(draw):
+            raise InputError(
+                f"the rows of every drawn record are required: {len(draw)} drawn, {before} given. Nothing was released"
+            )
+        return torch.cat(norms), sums
+
+    def _weigh(self, draw: Draw, terms: Terms, step: int) -> Weigh:
+        """Weights from norms and places in the draw."""
         if not self.plan.config.method.private:
             return lambda norms, places: torch.ones_like(norms)
         how = self.plan.config.contribution
@@ -299,3 +338,8 @@ class Mechanism:
         self._used = {Occasion(purpose, epoch) for purpose, epoch in state["used"]}
         self._drawn = None
         self.sampler.load_state_dict(state["sampler"])
+
+
+def _from_place(first: int, weigh: Weigh) -> Weigh:
+    """For a part of a batch whose places are counted from ``first``."""
+    return lambda norms, places: weigh(norms, places + first)
