@@ -129,7 +129,7 @@ def test_augmentations_are_averaged_within_a_record(
         [[i] for i in range(16)] if users is None else [[0, 1], *([i, i] for i in range(2, 16))]
     )
     repeated = _some(data, [i for own in places for i in own for _ in range(K)])
-    seed = Key.from_seed(7).stream("augment", 0).bytes(8)
+    seed = Key.from_seed(7).stream("augment:0", 0).bytes(8)
     changed = TensorDataset(*shaken(repeated.tensors, torch_generator(seed, torch.device("cpu"))))
     real = [K * len(set(own)) for own in places]  # what only fills up does not count
     own_rows = [list(range(i * rows * K, i * rows * K + n)) for i, n in enumerate(real)]
@@ -227,6 +227,9 @@ def test_a_list_is_a_data_set(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(found.folder)[name], value)
 
 
+POINTS = points()
+
+
 class Shaken(Dataset[Any]):
     """Random transforms by all three generators, as torchvision and its like do."""
 
@@ -234,7 +237,7 @@ class Shaken(Dataset[Any]):
         return 64
 
     def __getitem__(self, index: int) -> Any:
-        inputs, target = points()[index]
+        inputs, target = POINTS[index]
         chance = torch.rand(4) + float(np.random.rand()) + random.random()
         return inputs + 0.1 * chance, target
 
@@ -245,8 +248,10 @@ class ShakenTensors(TensorDataset):
         return inputs + torch.rand(4), target
 
 
-@pytest.mark.parametrize("dataset", [Shaken(), ShakenTensors(*points().tensors)])
-@pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
+@pytest.mark.parametrize(
+    ("dataset", "method"),
+    [(Shaken(), "dpis-adaptive"), (ShakenTensors(*points().tensors), "dpis")],
+)
 def test_random_transforms_resume_bit_by_bit(tmp_path: Path, dataset: Any, method: str) -> None:
     settings = {"dataset": dataset, "held_out": dataset, "method": method}
     whole = fit(tmp_path / "whole", **settings)
@@ -259,8 +264,8 @@ def test_random_transforms_resume_bit_by_bit(tmp_path: Path, dataset: Any, metho
     assert not torch.equal(weights(plain.folder)["weight"], weights(whole.folder)["weight"])
 
 
-@pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.usefixtures("checked_engine")
+@pytest.mark.parametrize(("method", "step"), [("dpis", 3), ("dpis-adaptive", 6)])
 def test_dropout_resumes_bit_by_bit(tmp_path: Path, method: str, step: int) -> None:
     """The engine's checks, at its 1st, 2nd, 4th, ... pass, leave the generator of dropout alone."""
     whole = fit(tmp_path / "whole", mlp(dropout=0.4), method=method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import stat
@@ -62,7 +63,7 @@ def _public(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("method", ["dpis", "dp-sgd"])
-@pytest.mark.parametrize("n", [0, 1, 65, 300])
+@pytest.mark.parametrize("n", [0, 65, 300])
 def test_nothing_shows_how_many_records_there_are(tmp_path: Path, method: str, n: int) -> None:
     declared = fit(tmp_path / "declared", method=method)
     other = fit(tmp_path / "other", dataset=points(n), method=method)
@@ -83,7 +84,7 @@ def test_nobody_is_drawn_from_an_empty_data_set(tmp_path: Path) -> None:
     result = fit(tmp_path / "run", model, dataset=data, progress=each, diagnostics=True)
     assert result.diagnostics.gradient_evaluations == 0
     assert len(ledger(result.folder).entries) == len(seen) == 8
-    assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
 
 
 # ── the summary ──────────────────────────────────────────────────────────────────────────────────────

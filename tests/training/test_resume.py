@@ -291,7 +291,7 @@ def test_after_all_refusals_the_run_goes_on(interrupted: tuple[Path, dict[str, b
 def test_a_released_count_is_not_released_of_other_data(tmp_path: Path, method: str) -> None:
     with pytest.raises(Crash):
         fit(tmp_path / "run", method=method, release_n=True, progress=crash_at(2))
-    with pytest.raises(InputError, match="data|header"):
+    with pytest.raises(InputError, match=r"data|header"):
         fit(tmp_path / "run", dataset=points(90), method=method, release_n=True, resume=True)
 
 

@@ -25,6 +25,8 @@ Augment = Callable[[Batch, torch.Generator], Batch]
 """``augment(batch, generator)``: every row changed at random, independently of all other rows."""
 
 ROWS_AT_ONCE = 4096
+RECORDS_AT_ONCE = 512
+"""Of a draw: few enough to be fetched into memory that was just used."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +100,20 @@ class Records:
         """How many rows of a batch belong to one record."""
         return self.max_rows_per_user * self.augmentations
 
-    def drawn(self, records: npt.NDArray[np.int64], key: Key, step: int) -> Rows:
-        """The rows of these records (at least one) for this step; what is random about them is the step's own.
+    def drawn(self, records: npt.NDArray[np.int64], key: Key, step: int) -> Iterator[Rows]:
+        """The rows of these records for this step, some records at a time: what is not needed yet is not fetched.
 
         Args:
             records: their indices.
-            key: the run's secret.
+            key: the run's secret. What is random about rows is the step's own.
             step: the number of the step.
         """
-        rows, present = self._rows_of(records, key, "rows", step)
-        batch = self._fetch(rows, key.stream("items", step))
-        batch = self._augmented(batch, key, step)
-        if present is not None and self.augmentations > 1:
-            present = present.repeat_interleave(self.augmentations, dim=1)
-        return Rows(batch, present)
+        for start in range(0, len(records), RECORDS_AT_ONCE):
+            some = records[start : start + RECORDS_AT_ONCE]
+            rows, present = self._rows_of(some, key, f"rows:{start}", step)
+            batch = self._fetch(rows, key.stream(f"items:{start}", step))
+            batch = self._augmented(batch, lambda s=start: key.stream(f"augment:{s}", step))  # type: ignore[misc]
+            yield Rows(batch, self._repeated_presence(present))
 
     def all(self, key: Key, epoch: int) -> Iterator[Rows]:
         """Every record, some at a time, without augmentation: each row ``augmentations`` times."""
@@ -120,14 +122,7 @@ class Records:
             some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
             batch = self._fetch(rows, key.stream(f"all-items:{start}", epoch))
-            if self.augmentations > 1:
-                batch = self._repeated(batch)
-                present = (
-                    None
-                    if present is None
-                    else present.repeat_interleave(self.augmentations, dim=1)
-                )
-            yield Rows(batch, present)
+            yield Rows(self._repeated(batch), self._repeated_presence(present))
 
     def raw_rows(self, key: Key) -> Iterator[Any]:
         """All rows of the data set in their order, as they are: for a fingerprint."""
@@ -182,20 +177,19 @@ class Records:
 
     # ── augmentation ─────────────────────────────────────────────────────────────────────────────────
 
-    def _augmented(self, batch: Batch, key: Key, step: int) -> Batch:
+    def _augmented(self, batch: Batch, chance: Callable[[], Stream]) -> Batch:
         if self.augment is None:
             return batch
         batch = self._repeated(batch)
-        changed = self._apply_augment(batches.apply(torch.clone, batch), key, step)
+        changed = self._apply_augment(batches.apply(torch.clone, batch), chance())
         if batches.rows(changed) != batches.rows(batch):
             raise InputError("augment must return as many rows as it was given")
-        self._check_augment(batch, changed, key, step)
+        self._check_augment(batch, changed, chance)
         return changed
 
-    def _apply_augment(self, batch: Batch, key: Key, step: int) -> Batch:
+    def _apply_augment(self, batch: Batch, stream: Stream) -> Batch:
         """With a generator of the step's own; the global ones are seeded too, for whoever uses them."""
         assert self.augment is not None
-        stream = key.stream("augment", step)
         generator = torch_generator(stream.bytes(8), self.device)
         with seeded_generators(stream):
             return self.augment(batch, generator)
@@ -206,7 +200,10 @@ class Records:
             return batch
         return batches.apply(lambda t: t.repeat_interleave(self.augmentations, dim=0), batch)
 
-    def _check_augment(self, batch: Batch, changed: Batch, key: Key, step: int) -> None:
+    def _repeated_presence(self, present: Tensor | None) -> Tensor | None:
+        return None if present is None else present.repeat_interleave(self.augmentations, dim=1)
+
+    def _check_augment(self, batch: Batch, changed: Batch, chance: Callable[[], Stream]) -> None:
         """With the first record exchanged and the same randomness, all others must come out the same."""
         own = self.rows_per_record
         places = torch.arange(batches.rows(batch))
@@ -215,7 +212,7 @@ class Records:
         if self._augment_checked or _equal(batch, exchanged):  # of equal records nothing shows
             return
         self._augment_checked = True
-        other = self._apply_augment(exchanged, key, step)
+        other = self._apply_augment(exchanged, chance())
         same = _equal(*(batches.apply(lambda t: t[own:], b) for b in (changed, other)))
         if not same:
             raise CouplingError(

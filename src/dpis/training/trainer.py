@@ -23,8 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from dpis.accounting import Budget
 from dpis.errors import DpisError, InputError
 from dpis.gradients import RecordGradients, guards
+from dpis.gradients.batches import Batch
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import Terms
+from dpis.sampling import Draw
 from dpis.training.averaging import WeightAverage
 from dpis.training.buffers import FixedBuffers
 from dpis.training.chance import seeded_generators, seeded_torch
@@ -302,13 +304,9 @@ class Trainer:
         mechanism, task, key = self._mechanism, self.task, self.run.key
         step = mechanism.step
         draw = mechanism.draw()
-        rows = Rows(None, None)
         self._to_training_mode()
-        if len(draw):
-            rows = task.records.drawn(draw.indices.numpy(), key, step)
-            self._refuse_batch_shapes(rows)
         with seeded_torch(key.stream("model", step)):
-            update = mechanism.release_gradient(self._gradients, rows.batch, draw, rows.present)
+            update = mechanism.release_gradient_of_parts(self._gradients, self._rows(draw), draw)
             self._buffers.check()
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update[name].to(parameter.dtype)
@@ -320,6 +318,12 @@ class Trainer:
         if task.scheduler is not None and task.scheduler_interval == "step":
             self._step_scheduler()
         self._progress.gradient_evaluations += len(draw)
+
+    def _rows(self, draw: Draw) -> Iterator[tuple[Batch, Tensor | None]]:
+        step = self._mechanism.step
+        for rows in self.task.records.drawn(draw.indices.numpy(), self.run.key, step):
+            self._refuse_batch_shapes(rows)
+            yield rows.batch, rows.present
 
     def _norms_of_all(self) -> Tensor:
         """The norms of all records at the current parameters, for a released norm sum."""

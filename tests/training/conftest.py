@@ -1,0 +1,19 @@
+"""The gradient engine compares itself with autograd now and then; that has tests of its own, and takes most of a toy's time."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpis.gradients.recorder import Recorder
+
+
+@pytest.fixture
+def checked_engine() -> None:
+    """Asked for by tests in which the engine's checks might disturb."""
+
+
+@pytest.fixture(autouse=True)
+def _quick_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "checked_engine" not in request.fixturenames:
+        monkeypatch.setattr(Recorder, "_compare_with_autograd", lambda self, few: None)
+        monkeypatch.setattr(Recorder, "_probe_ownership", lambda self, batch: None)
