@@ -1,4 +1,4 @@
-"""The gradient engine compares itself with autograd now and then; that has tests of its own, and takes most of a toy's time."""
+"""A quick engine: its comparisons with autograd have tests of their own, and take most of a toy's time."""
 
 from __future__ import annotations
 

@@ -109,7 +109,8 @@ class LedgerJournal(Journal):
         if ledger.header != header:
             raise InputError(
                 f"{path} has another header than this run would write: the package, torch or dp-accounting changed "
-                "since. Resume with the versions it names, or start anew in another folder"
+                "since, or, where their number was released, the records. Resume with the data and the versions it "
+                "names, or start anew in another folder"
             )
         if ledger.end is not None:
             return cls(None, header.guard(), ledger.entries, ledger.end.model_sha256)
