@@ -87,6 +87,12 @@ def function(f: Callable[..., Tensor], **shapes: Any) -> Callable[[], nn.Module]
     return make
 
 
+def ragged(words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Bags of unequal lengths, some of them empty, end to end, and where each begins."""
+    counted = torch.arange(words.shape[1]) < lengths[:, None]
+    return words[counted], lengths.cumsum(0) - lengths
+
+
 def sequential(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(layer() for layer in layers))
 
@@ -211,6 +217,13 @@ EMBEDDING = [
         lambda module, batch: square(
             function(lambda m, x: module(x.flatten(), torch.arange(0, x.numel(), 3)))(), batch
         ),
+        vmap=False,
+    ),
+    Problem(
+        "embedding-bag-ragged",
+        lambda: nn.EmbeddingBag(7, 4, mode="mean"),
+        lambda rows: (words(5)(rows), torch.arange(rows) * 2 % 6),
+        lambda module, batch: module(*ragged(*batch)).add(0.1).square().sum(1),
         vmap=False,
     ),
     Problem(

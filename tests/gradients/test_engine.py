@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, batches
 from dpis.gradients.engine import LANES
@@ -199,7 +201,57 @@ class TestNotFinite:
         assert all(not value.any() for value in found.sums.values())
 
 
+class TestExtremes:
+    class Scaled(nn.Module):
+        """A linear layer whose output is scaled by a fixed number."""
+
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, CLASSES), scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    @pytest.mark.parametrize("size", [1e18, 1e-18])
+    def test_activations_whose_squares_exceed_float32(self, size: float) -> None:
+        x, y = labelled(8)
+        module = self.Scaled(1 / size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = RecordGradients(module, nn.CrossEntropyLoss())((x * size, y), ones).norms
+        expected = RecordGradients(module.double(), nn.CrossEntropyLoss())(
+            (x.double() * size, y), ones
+        )
+        torch.testing.assert_close(found, expected.norms, rtol=1e-5, atol=0.0)
+
+    def test_gradients_that_all_but_vanish(self) -> None:
+        norms = RecordGradients(self.Scaled(1e-25), nn.CrossEntropyLoss())(labelled(8), ones).norms
+        assert (norms < 1e-18).all()
+
+
 class TestModes:
+    def test_what_a_checkpoint_runs_again_runs_as_before(self) -> None:
+        class Checkpointed(nn.Module):
+            def __init__(self, inner: nn.Module, again: bool) -> None:
+                super().__init__()
+                self.inner, self.outer, self.again = inner, nn.Linear(5, CLASSES), again
+
+            def forward(self, x: Tensor) -> Tensor:
+                if not self.again:
+                    return self.outer(self.inner(x))
+                return self.outer(checkpoint(self.inner, x, use_reentrant=False))
+
+        inner = nn.Sequential(
+            nn.Linear(6, 7), nn.Tanh(), nn.Unflatten(1, (7, 1)), nn.Conv1d(7, 5, 1), nn.Flatten()
+        )
+        plain, batch = Checkpointed(inner, again=False), labelled(8)
+        again = Checkpointed(inner, again=True)
+        again.load_state_dict(plain.state_dict())
+        expected = RecordGradients(plain, nn.CrossEntropyLoss())(batch, ones).norms
+        assert torch.equal(
+            RecordGradients(again, nn.CrossEntropyLoss())(batch, ones).norms, expected
+        )
+
     def test_dropout_is_part_of_the_model(self) -> None:
         module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)).double()
         batch = labelled(5, torch.float64)

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 
 from dpis.gradients import RecordGradients
 
@@ -28,7 +33,7 @@ with warnings.catch_warnings():
 pytestmark = [pytest.mark.reproduction, pytest.mark.filterwarnings("ignore")]
 
 MODULES = [
-    *("conv1d", "conv2d", "conv3d", "linear", "embedding", "sequence_bias"),
+    *("conv1d", "conv2d", "conv3d", "linear", "embedding", "embedding_bag", "sequence_bias"),
     *(
         "group_norm",
         "instance_norm1d",
@@ -39,7 +44,6 @@ MODULES = [
     ),
     *("dp_multihead_attention", "dp_rnn"),
 ]
-"""All but embedding_bag: its cases are ragged, and a batch of ours has its rows in front."""
 
 
 def row_losses(output: Any, batch_dim: int) -> Tensor:
@@ -63,6 +67,8 @@ def rows_first(x: Any, batch_first: bool) -> tuple[tuple[Tensor, ...], Any]:
 
         return (padded, lengths), pack
     inputs = tuple(x) if isinstance(x, list | tuple) else (x,)
+    if len(inputs) == 2 and len(inputs[0]) != len(inputs[1]):  # bags end to end, and offsets
+        return bags_first(*inputs)
     if batch_first:
         return inputs, lambda *values: values if len(values) > 1 else values[0]
     turned = tuple(value.transpose(0, 1).contiguous() for value in inputs)
@@ -72,6 +78,18 @@ def rows_first(x: Any, batch_first: bool) -> tuple[tuple[Tensor, ...], Any]:
         return restored if len(restored) > 1 else restored[0]
 
     return turned, back
+
+
+def bags_first(words: Tensor, offsets: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    """Bags of unequal lengths as rows, and the function that lays them end to end again."""
+    bags = torch.tensor_split(words, offsets[1:])
+    lengths = torch.tensor([len(bag) for bag in bags])
+
+    def end_to_end(rows: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        counted = torch.arange(rows.shape[1]) < lengths[:, None]
+        return rows[counted], lengths.cumsum(0) - lengths
+
+    return (pad_sequence(list(bags), batch_first=True), lengths), end_to_end
 
 
 def by_opacus(module: nn.Module, x: Any, batch_first: bool) -> dict[str, Tensor]:

@@ -41,13 +41,26 @@ def filled_up(tensor: Tensor, *dims: int) -> Tensor:
     return functional.pad(tensor, amounts) if any(amounts) else tensor
 
 
+FEW = 16
+"""Below so many columns float32 products go by a kernel that depends on alignment (on AVX2: below 12)."""
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``functional.linear``."""
+    """``functional.linear``.
+
+    Where many inputs give few outputs, the outputs are filled up: the inputs (scattering features, 3,969 of them)
+    need not be copied then.
+    """
     plain = not missing(weight.shape[-1]) and weight.stride(-1) == 1
     if plain or weight.ndim != 2:
         return functional.linear(input, weight, bias)
-    result = product(input, weight.mT)
-    return result if bias is None else result + bias
+    outputs, inputs = weight.shape
+    if outputs < FEW <= inputs and input.dtype == torch.float32:
+        wide_weight = functional.pad(weight, (0, 0, 0, FEW - outputs))
+        result = functional.linear(input, wide_weight)[..., :outputs]
+    else:
+        result = product(input, weight.mT)
+    return result.contiguous() if bias is None else result + bias
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -56,7 +69,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return filled_up(left, -1) @ filled_up(right, -1)
     if not (missing(right.shape[-2]) or missing(right.shape[-1])):
         return left @ right
-    return (filled_up(left, -1) @ filled_up(right, -1, -2))[..., : right.shape[-1]]
+    wide = filled_up(left, -1) @ filled_up(right, -1, -2)
+    return wide[..., : right.shape[-1]].contiguous()
 
 
 def added_product(added: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def collect(
     """
     uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
     parts: dict[str, list[Part]] = defaultdict(list)
-    gradients = _backward(total_loss, uses)
+    gradients = watch.backward(total_loss, uses)
     with torch.no_grad():
         for use, grads in zip(uses, gradients, strict=True):
             if all(grad is None for grad in grads):
@@ -57,15 +57,6 @@ def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
         for source in use.parameters
         for name in names_in(source.label)
     }
-
-
-def _backward(total_loss: Tensor, uses: Sequence[Use]) -> list[list[Tensor | None]]:
-    """The gradients of all watched tensors, in one backward pass that computes nothing else."""
-    edges = [edge for use in uses for edge in use.edges]
-    if not edges or not total_loss.requires_grad:
-        return [[None for _ in use.edges] for use in uses]
-    grads = iter(torch.autograd.grad(total_loss, edges, allow_unused=True))
-    return [[next(grads) for _ in use.edges] for use in uses]
 
 
 def _factors(

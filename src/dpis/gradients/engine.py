@@ -154,8 +154,8 @@ class RecordGradients:
             size, K = self.chunk(batch), self._recorder.rows_per_record
             places = torch.arange(size, device=batches.device(batch)) % batches.records(batch, K)
             chunk = batches.take(batch, batches.rows_of_records(places, K))
-            moves = self._recorder.depends_on_place(chunk)
-            self._batch_shaped = moves or self._recorder.batch_shaped
+            follows_values = self._recorder.batch_shaped
+            self._batch_shaped = follows_values or self._recorder.depends_on_place(chunk)
         return self._batch_shaped
 
     def _record_chunk(

@@ -12,30 +12,48 @@ from dpis.gradients import batches
 from dpis.gradients.batches import Batch
 from dpis.gradients.layout import Growth
 from dpis.gradients.rules.base import CouplingError, name_of
-from dpis.gradients.watch import Key, Shapes, Use, names_in
+from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
     """One forward pass on a few records."""
 
+    watch: Watch
     uses: dict[Key, Use]
     constants: dict[Key, Shapes]
     losses: Tensor
 
 
-def with_one_changed(batch: Batch, record: int, rows_per_record: int) -> Batch:
+def with_one_changed(
+    batch: Batch, record: int, rows_per_record: int, keep_order: bool = False
+) -> Batch:
     """Three records, one of them replaced by another, so that every value is one that occurs.
 
-    Where all are equal, floating-point values shrink a little instead, and whole numbers lose their last entry.
+    Where all records are equal in a tensor, floating-point values shrink a little instead, and whole numbers lose their
+    last entry.
+
+    Args:
+        batch: the three records.
+        record: which of them to replace.
+        rows_per_record: K.
+        keep_order: replace it by its neighbour: if records come in some order (the longest first), they still do.
     """
+
+    def differs(other: int) -> bool:
+        by_tensor = (torch.split(tensor, rows_per_record) for tensor in batches.tensors(batch))
+        return any(not torch.equal(records[record], records[other]) for records in by_tensor)
+
+    others = [other for other in range(3) if other != record]
+    if keep_order:
+        others.sort(key=lambda other: abs(other - record))
+    source = next((other for other in others if differs(other)), others[0])
 
     def change(tensor: Tensor) -> Tensor:
         records = list(torch.split(tensor, rows_per_record))
         own = records[record]
-        others = [other for other in records if not torch.equal(other, own)]
-        if others:
-            records[record] = others[0]
+        if any(not torch.equal(own, other) for other in records):
+            records[record] = records[source]
         elif tensor.is_floating_point():
             records[record] = own * (1 - 0.01 * torch.rand_like(own))
         elif tensor.ndim > 1:
@@ -62,13 +80,11 @@ def refuse_coupled_losses(before: Tensor, after: Tensor, record: int, rows_per_r
 
 def gradients_of(trace: Trace, record: int, rows_per_record: int) -> dict[Key, list[Tensor | None]]:
     """How one record's loss depends on each watched tensor."""
-    edges = [edge for use in trace.uses.values() for edge in use.edges]
-    gradients: Sequence[Tensor | None] = [None] * len(edges)
-    if edges and trace.losses.ndim and trace.losses.requires_grad:
-        own = trace.losses[record * rows_per_record : (record + 1) * rows_per_record].sum()
-        gradients = torch.autograd.grad(own, edges, allow_unused=True)
-    remaining = iter(gradients)
-    return {key: [next(remaining) for _ in use.edges] for key, use in trace.uses.items()}
+    if not trace.losses.ndim:  # one loss for all: losses.py refuses it
+        return {key: [None for _ in use.edges] for key, use in trace.uses.items()}
+    own = trace.losses[record * rows_per_record : (record + 1) * rows_per_record].sum()
+    gradients = trace.watch.backward(own, list(trace.uses.values()))
+    return dict(zip(trace.uses, gradients, strict=True))
 
 
 def narrow(

@@ -39,15 +39,10 @@ def probe(watch: Watch, plan: Plan, losses: Tensor, records: int) -> None:
     asked[torch.randperm(records)[: -(-records // 2)]] = True
     asked = asked.to(losses.device)
     uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
-    edges = [edge for use in uses for edge in use.edges]
     total = losses[asked.repeat_interleave(rows // records)].sum()
-    if not edges or not total.requires_grad:
-        return
-    gradients = iter(torch.autograd.grad(total, edges, allow_unused=True))
     others = (~asked).nonzero().squeeze(1)
-    for use in uses:
-        own = [next(gradients) for _ in use.edges]
-        refuse_gradients_of(others, records, use, own, layouts_of(use, plan, rows) or ())
+    for use, gradients in zip(uses, watch.backward(total, uses), strict=True):
+        refuse_gradients_of(others, records, use, gradients, layouts_of(use, plan, rows) or ())
 
 
 def refuse_gradients_of(

@@ -116,7 +116,11 @@ def make_plan(
         raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
     batch_shaped = any(use.batch_shaped for use in more.uses.values())
     for record in range(3):
-        moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
+        try:
+            moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
+        except RuntimeError:  # the model may want its records in some order
+            changed = with_one_changed(large, record, K, keep_order=True)
+            moved = _trace(forward, new_watch(plan), changed)
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
         gradients = gradients_of(moved, record, K)
@@ -194,7 +198,7 @@ def _trace(forward: Forward, watch: Watch, batch: Batch) -> Trace:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same dropout every time
         losses = forward(watch, batch)
-    return Trace({use.key: use for use in watch.uses}, watch.constants, losses)
+    return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, losses)
 
 
 def _bytes(trace: Trace) -> int:

@@ -282,10 +282,10 @@ class Recorder:
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
     def _several(self, batch: Batch, real: int | None) -> Batch:
-        """Some records from all over the batch, in no order that the batch may have."""
+        """Some records from all over the batch, in its order: a model may want the longest first."""
         records = real or batches.records(batch, self.rows_per_record)
-        shuffled = torch.randperm(records)[:MOST_COMPARED]
-        index = shuffled.to(batches.device(batch))
+        drawn = torch.randperm(records)[:MOST_COMPARED].sort().values
+        index = drawn.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
     @contextmanager

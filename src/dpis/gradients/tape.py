@@ -32,7 +32,7 @@ class Tape:
         """``||grad_i||`` over all parameters, for every record, in float64."""
         with torch.no_grad(), full_precision(self._device):
             squares = [squared_norms(parts) for parts in self.parts.values() if parts]
-            return torch.stack(squares).sum(0, dtype=torch.float64).sqrt()
+            return torch.stack(squares).sum(0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.

@@ -28,7 +28,7 @@ class Factor(ABC):
 
     @abstractmethod
     def squared_norms(self) -> Tensor:
-        """``||G_i||²`` for every record, shape ``[records]``."""
+        """``||G_i||²`` for every record, shape ``[records]``, in float64."""
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class Dense(Factor):
 
     Example:
         >>> Dense(torch.tensor([[3.0, 4.0], [0.0, 2.0]])).squared_norms()
-        tensor([25.,  4.])
+        tensor([25.,  4.], dtype=torch.float64)
     """
 
     gradients: Tensor

@@ -25,7 +25,7 @@ class Lookup(Factor):
     Example:
         >>> twice_row_1 = Lookup(torch.tensor([[1, 1]]), torch.tensor([[[3.0], [4.0]]]), 5)
         >>> twice_row_1.squared_norms()  # (3 + 4)²
-        tensor([49.])
+        tensor([49.], dtype=torch.float64)
     """
 
     indices: Tensor
@@ -61,7 +61,7 @@ class Lookup(Factor):
         cells, inverse = torch.unique(self.indices + offsets, return_inverse=True)
         sums = self.output_grads.new_zeros(len(cells), self.shape[1])
         sums.index_add_(0, inverse.flatten(), self.output_grads.flatten(0, 1))
-        norms = self.output_grads.new_zeros(self.records)
+        norms = sums.new_zeros(self.records, dtype=torch.float64)
         return norms.index_add_(0, cells // self.table_rows, squared_norms(sums))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

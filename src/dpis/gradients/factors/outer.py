@@ -26,7 +26,7 @@ class Outer(Factor):
     Example:
         >>> x, g = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0]]])
         >>> Outer(x, g).squared_norms()  # (1² + 2²) · 3²
-        tensor([45.])
+        tensor([45.0000], dtype=torch.float64)
     """
 
     inputs: Tensor

@@ -13,21 +13,21 @@ MOST_CANCELLED = 100
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """``||row||²`` for every row, ``[..., length] -> [...]``.
+    """``||row||²`` for every row, ``[..., length] -> [...]``, in float64: a square may exceed what float32 holds.
 
     ``vector_norm`` makes no copy, but adds up in the precision of its input: four million entries
     of float32 are off by 2e-4. So long rows are cut into blocks, whose squares are then summed.
 
     Example:
         >>> squared_norms(torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
-        tensor([25.,  1.])
+        tensor([25.,  1.], dtype=torch.float64)
     """
     length = rows.shape[-1]
     if length <= BLOCK:
-        return _norms(rows).square()
+        return _norms(rows).double().square()
     whole = length - length % BLOCK
     blocks = rows[..., :whole].reshape(*rows.shape[:-1], -1, BLOCK)
-    squares = _norms(blocks).square().sum(-1)
+    squares = _norms(blocks).double().square().sum(-1)
     return squares if whole == length else squares + squared_norms(rows[..., whole:])
 
 
@@ -43,6 +43,7 @@ def where_terms_cancel(sums: Tensor, diagonals: Tensor, exact: Callable[[], Tens
         exact: the squared norms of all records by another way; only called where it is needed.
     """
     cancelled = diagonals > MOST_CANCELLED * sums
+    sums = sums.double()
     return torch.where(cancelled, exact(), sums) if bool(cancelled.any()) else sums
 
 
