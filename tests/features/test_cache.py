@@ -175,10 +175,33 @@ def test_without_a_cache_nothing_is_written(images, tmp_path, monkeypatch, compu
 
 def test_progress_ends_at_the_end(tmp_path):
     seen: list[tuple[int, int]] = []
-    images = torch.zeros(1030, 8, 8)
+    images = torch.zeros(600, 8, 8)
     for _ in range(2):
         scatter_features(images, cache_dir=tmp_path, progress=lambda *at: seen.append(at))
-    assert seen == [(1024, 1030), (1030, 1030), (1030, 1030)]
+    assert seen == [(256, 600), (512, 600), (600, 600), (600, 600)]
+
+
+def test_threads_change_nothing_and_are_left_as_they_were():
+    images = noise(600, 3, 8, 8)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = scatter_features(images, cache=False)
+        torch.set_num_threads(3)
+        assert torch.equal(scatter_features(images, cache=False), alone)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_interruption_ends_it():
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    threads = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        scatter_features(torch.zeros(100_000, 8, 8), cache=False, progress=interrupt)
+    assert torch.get_num_threads() == threads
 
 
 def test_values_that_are_not_finite_are_refused(images, tmp_path):
