@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,7 @@ def _assert_resumes(tmp_path: Path, **settings: Any) -> None:
     assert released(fit(tmp_path / "run", **settings, resume=True).folder) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_an_optimizer_resumes(tmp_path: Path, optimizer: Any) -> None:
     _assert_resumes(tmp_path, optimizer=lambda p: optimizer(p, lr=0.1), ema=0.9)
@@ -69,6 +72,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_resumes(tmp_path: Path, name: str) -> None:
     _assert_resumes(tmp_path, scheduler=SCHEDULERS[name], scheduler_interval="step")
@@ -77,6 +81,7 @@ def test_a_scheduler_resumes(tmp_path: Path, name: str) -> None:
 def test_a_plateau_resumes(tmp_path: Path) -> None:
     _assert_resumes(
         tmp_path,
+        optimizer="adam",
         scheduler=lambda o: schedulers.ReduceLROnPlateau(o, mode="max", patience=0),
         held_out=points(20, seed=3),
     )
@@ -127,6 +132,9 @@ DIFFERENT: list[tuple[Any, Any]] = [
     ({"a1": "x"}, {"a": "1x"}),
     (Item(LONG, "x"), Item(LONG + (LONG == 2500), "x")),  # which printing would leave out
     (Image([1, 2, 3]), Image([1, 2, 4])),
+    (datetime.date(2022, 11, 7), datetime.date(2022, 11, 8)),
+    (deque([1, 2]), deque([1, 3])),
+    (Item, Image),
 ]
 
 
@@ -141,6 +149,7 @@ def test_what_differs_has_another_fingerprint(number: int) -> None:
 def test_a_fingerprint_is_the_same_for_a_copy() -> None:
     assert _print([Image([1, 2])]) == _print([Image([1, 2])])
     assert _print([Item(LONG, "x")]) == _print([Item(LONG.clone(), "x")])
+    assert _print([datetime.date(2022, 11, 7)]) == _print([datetime.date(2022, 11, 7)])
 
 
 def test_a_fingerprint_says_nothing_without_the_key() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,16 @@ def _update_other(digest: hashlib.blake2b, value: Any) -> None:
         plain = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         _put(digest, f"array {array.dtype.str} {array.shape}", plain.data)
         return
-    try:
-        _put(digest, f"object {type(value).__qualname__}", pickle.dumps(value, protocol=4))
-    except (pickle.PicklingError, TypeError, AttributeError):
+    if isinstance(value, type):
+        _put(digest, f"class {value.__module__}.{value.__qualname__}")
+        return
+    try:  # what it would be stored as, part by part: the bytes of pickle hold addresses
+        _, arguments, *state = value.__reduce_ex__(4)
+        _put(digest, f"object {type(value).__module__}.{type(value).__qualname__}")
+        _update(digest, arguments)
+        for part in state:
+            _update(digest, list(part) if isinstance(part, Iterator) else part)
+    except (TypeError, ValueError, AttributeError, RecursionError):
         raise InputError(
             f"a data set's items must be made of tensors, arrays, numbers and texts, found {type(value).__name__}: "
             "whether a resumed run sees the same data could not be told"
