@@ -21,7 +21,7 @@ def train(
     dataset: Annotated[
         Text,
         typer.Argument(
-            metavar="[DATASET]",
+            metavar="DATASET",
             help="mnist, fmnist, or a file of your own: .csv, .npz, .pt. [default: a sample of Fashion-MNIST]",
         ),
     ] = None,

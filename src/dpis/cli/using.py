@@ -19,7 +19,7 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DATA]",
+            metavar="DATA",
             help="A data set by name, or a file with targets. [default: the test part of what it was trained on]",
         ),
     ] = None,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpis.errors import InputError
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.layout import Layout
 
@@ -87,7 +88,7 @@ class Ran:
     batch_shaped: bool = False
 
 
-class CouplingError(ValueError):
+class CouplingError(InputError):
     """One record's gradient depends on the other records of the batch."""
 
 

@@ -1,0 +1,56 @@
+import pytest
+import torch
+from torch import nn
+
+from dpis.errors import InputError
+from dpis.models import KINDS, model_kind
+
+SHAPES = {
+    "scatter-linear": (81, 7, 7),
+    "scatter-cnn": (81, 7, 7),
+    "cnn": (1, 28, 28),
+    "mlp": (20,),
+    "linear": (20,),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_model_gives_as_many_outputs_as_asked(name):
+    model = model_kind(name).build(SHAPES[name], 7)
+    assert model(torch.zeros(2, *SHAPES[name])).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("cnn", (3, 20, 24)), ("scatter-cnn", (162, 5, 6)), ("cnn", (3, 32, 32))]
+)
+def test_images_of_other_shapes_fit_too(name, shape):
+    assert model_kind(name).build(shape, 3)(torch.zeros(2, *shape)).shape == (2, 3)
+
+
+def test_the_papers_networks_are_the_papers():
+    assert (
+        sum(p.numel() for p in model_kind("scatter-cnn").build((81, 7, 7), 10).parameters())
+        == 33_066
+    )
+    assert sum(p.numel() for p in model_kind("cnn").build((1, 28, 28), 10).parameters()) == 26_010
+
+
+def test_a_cnn_needs_images():
+    with pytest.raises(InputError, match="needs images"):
+        model_kind("cnn").build((20,), 2)
+
+
+def make_without_arguments():
+    return nn.Linear(3, 2)
+
+
+def make_no_module(shape, outputs):
+    return "a model"
+
+
+def test_a_factory_by_its_import_path():
+    assert isinstance(model_kind(f"{__name__}:make_without_arguments").build((3,), 2), nn.Linear)
+    with pytest.raises(InputError, match=r"must return a torch\.nn\.Module"):
+        model_kind(f"{__name__}:make_no_module").build((3,), 2)
+    with pytest.raises(InputError, match="has no"):
+        model_kind(f"{__name__}:absent")
