@@ -67,7 +67,7 @@ def rows_first(x: Any, batch_first: bool) -> tuple[tuple[Tensor, ...], Any]:
 
         return (padded, lengths), pack
     inputs = tuple(x) if isinstance(x, list | tuple) else (x,)
-    if len(inputs) == 2 and len(inputs[0]) != len(inputs[1]):  # bags end to end, and offsets
+    if [value.ndim for value in inputs] == [1, 1]:  # bags end to end, and where each begins
         return bags_first(*inputs)
     if batch_first:
         return inputs, lambda *values: values if len(values) > 1 else values[0]
