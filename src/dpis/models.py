@@ -98,7 +98,7 @@ def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module
 KINDS = {
     kind.name: kind
     for kind in (
-        ModelKind("scatter-linear", _linear, scattered=True, clip_norm=0.1, learning_rate=8.0),
+        ModelKind("scatter-linear", _linear, scattered=True, clip_norm=0.1, learning_rate=4.0),
         ModelKind("scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, learning_rate=4.0),
         ModelKind("cnn", _cnn, clip_norm=0.1, learning_rate=2.0),
         ModelKind("mlp", _mlp),

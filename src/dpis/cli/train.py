@@ -37,11 +37,11 @@ def train(
     delta: Annotated[
         Number, typer.Option(help="Of the guarantee; well below 1/records. [default: 1e-5]")
     ] = None,
-    epochs: Annotated[Count, typer.Option(help="Passes over the data. [default: 20]")] = None,
+    epochs: Annotated[Count, typer.Option(help="Passes over the data. [default: 40]")] = None,
     batch_size: Annotated[
         Count,
         typer.Option(
-            help="b; an epoch has floor(n_public / b) steps. [default: n_public / 20, at most 1024]"
+            help="b; an epoch has floor(n_public / b) steps. [default: n_public / 5, at most 8192]"
         ),
     ] = None,
     kappa: Annotated[
@@ -109,7 +109,10 @@ def train(
         ),
     ] = None,
     ema: Annotated[
-        Number, typer.Option(help="Release a moving average of the weights with this decay.")
+        Number,
+        typer.Option(
+            help="Release a moving average of the weights; 0: the last ones. [default: 0.95]"
+        ),
     ] = None,
     decay_rate: Annotated[
         Number, typer.Option(help="dp-sgd-decay: noise falls as exp(-rate*epoch). [default: 0.005]")
