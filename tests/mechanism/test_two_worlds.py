@@ -29,7 +29,7 @@ def claim(method: Method = Method.DPIS, **changes):
 
 
 SURE = claim(epsilon=2.0, batch_size=4, equivalent_batch=8, epochs=1)  # π = 1, two steps
-SMALL = dataclasses.replace(SURE, epsilon=0.5)
+SMALL = dataclasses.replace(SURE, epsilon=0.5, headroom=5.0)
 RARE = claim(epsilon=1.0, batch_size=1, epochs=1)  # π = 1/8, eight steps
 REJECT = dataclasses.replace(SURE, contribution=Contribution.REJECT)
 ADAPTIVE = claim(Method.DPIS_ADAPTIVE, batch_size=4, pi_cap=1.0, epochs=2)
@@ -39,11 +39,11 @@ FLOOR = 0.001  # seen with next to no gradient: its estimate is the floor
 
 SCENARIOS = {
     "weight": Scenario(SURE, 900),
-    "weight, grown": Scenario(SMALL, 500, canary_norm=1e4, last_norm=FLOOR),
+    "weight, grown": Scenario(SMALL, 400, canary_norm=1e4, last_norm=FLOOR),
     "weight, rare": Scenario(RARE, 300),
     "weight, real engine": Scenario(SURE, 200, engine=engine(2)),
     "reject": Scenario(REJECT, 900, canary_norm=0.9),
-    "reject, grown": Scenario(REJECT, 500, canary_norm=1e4, last_norm=FLOOR),
+    "reject, grown": Scenario(REJECT, 400, canary_norm=1e4, last_norm=FLOOR),
     "adaptive": Scenario(ADAPTIVE, 300),
     "adaptive, stale": Scenario(STALE, 300),
     "adaptive clipping": Scenario(CLIPPING, 300),
@@ -79,7 +79,7 @@ PLANTS = {
     "a missing clip": (
         Scenario(SURE, 150, canary_norm=50.0), module, "contribution_weights", unclipped),
     "a missing clip, grown": (
-        Scenario(SMALL, 400, 50.0, FLOOR), module, "contribution_weights", unclipped),
+        Scenario(SMALL, 300, 50.0, FLOOR), module, "contribution_weights", unclipped),
     "a missing clip, real engine": (
         Scenario(SURE, 150, 50.0, engine=engine(2)), module, "contribution_weights", unclipped),
     "uncharged K'": (Scenario(ADAPTIVE, 150), Mechanism, "_released", hardly_any_noise),
