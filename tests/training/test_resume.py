@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from dpis.accounting import ledger_writer
 from dpis.errors import InputError, LedgerError
 from dpis.mechanism import AdaptiveClipping
-from dpis.training import EarlyStop, InterruptedRunError
+from dpis.training import EarlyStop, InterruptedRunError, trainer
 from dpis.training.checkpoint import load_checkpoint
 from tests.training.toys import (
     Crash,
@@ -168,6 +168,20 @@ def test_dead_again_and_again(tmp_path: Path) -> None:
                 last += 7
     _go_on(folder, settings)
     assert released(folder) == whole
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_in_the_middle_of_an_epoch(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = RUNS[name] | {"release_n": False}  # so that epochs have four steps
+    whole = released(fit(tmp_path / "whole", **settings).folder)
+    monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", -1.0)  # one after every step
+    with pytest.raises(Crash):
+        fit(tmp_path / "run", **settings, progress=crash_at(7))
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]["mechanism"]
+    assert (saved["step"], saved["steps_left"]) == (6, 2)
+    assert released(fit(tmp_path / "run", **settings, resume=True).folder) == whole
 
 
 def test_the_first_checkpoint_holds_the_untrained_model(tmp_path: Path) -> None:
