@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpis.gradients.aligned import product
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+from dpis.gradients.factors.base import Kept
 from dpis.gradients.factors.squares import where_terms_cancel
 
 
@@ -89,7 +90,7 @@ class Sum(Factor):
         """Term by term."""
         return Sum(tuple(term.fold(rows_per_record) for term in self.terms))
 
-    def select(self, kept: Tensor) -> Sum:
+    def select(self, kept: Kept) -> Sum:
         """Term by term."""
         return Sum(tuple(term.select(kept) for term in self.terms))
 

@@ -116,20 +116,21 @@ class RecordGradients:
             says: it contributes nothing.
         """
         records = batches.records(batch, self._recorder.rows_per_record)
-        norms = [torch.zeros(0, dtype=torch.float64, device=batches.device(batch))]
+        norms = torch.zeros(records, dtype=torch.float64, device=batches.device(batch))
+        if not records:
+            return Gradients(norms, {n: torch.zeros_like(p) for n, p in self.parameters.items()})
         sums: dict[str, Tensor] = {}
-        size = self.chunk(batch) if records else 1
+        size = self.chunk(batch)
         for start in range(0, records, size):
             tape = self._record_chunk(batch, start, size, records, present)
-            chunk_norms = tape.norms()
-            real = torch.arange(start, min(start + size, records), device=norms[0].device)
-            weights = torch.zeros_like(chunk_norms)
-            weights[: len(real)] = weigh(chunk_norms[: len(real)], real).to(weights)
-            weights = torch.where(chunk_norms.isfinite(), weights, 0.0)
+            own = slice(start, min(start + size, records))
+            norms[own] = tape.norms()[: own.stop - start]
+            indices = torch.arange(own.start, own.stop, device=norms.device)
+            weights = norms.new_zeros(size)
+            finite = norms[own].isfinite()
+            weights[: len(finite)] = torch.where(finite, weigh(norms[own], indices).to(norms), 0.0)
             sums = _added(sums, tape.weighted_sum(weights))
-            norms.append(chunk_norms[: len(real)])
-        nothing = {n: torch.zeros_like(p) for n, p in self.parameters.items() if n not in sums}
-        return Gradients(torch.cat(norms), sums | nothing)
+        return Gradients(norms, sums)
 
     def chunk(self, batch: Batch) -> int:
         """How many records run at once: fixed by the model and the sizes of one record."""

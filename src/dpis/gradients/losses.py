@@ -70,6 +70,10 @@ def _by_row(loss: Loss) -> Loss:
 
     def row_losses(output: Any, target: Any) -> Tensor:
         by_term: Tensor = terms.function(output, target)
+        if by_term.ndim == 1:
+            return (
+                by_term  # a term a row: its sum and its mean (a term that does not count is zero)
+            )
         by_term = by_term.reshape(by_term.shape[0], -1)
         if terms.reduction != "mean":
             return by_term.sum(1)

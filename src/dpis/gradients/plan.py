@@ -65,11 +65,13 @@ class Findings:
         plan: what to do with every call.
         bytes_per_record: what the uses of one record hold.
         batch_shaped: whether sizes inside the model follow the values of the batch.
+        ran_again: whether parts of the forward pass run again on the way back.
     """
 
     plan: Plan
     bytes_per_record: int
     batch_shaped: bool
+    ran_again: bool
 
 
 # Each round follows one more link in chains of calls that depend on no record.
@@ -115,6 +117,7 @@ def make_plan(
     else:
         raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
     batch_shaped = any(use.batch_shaped for use in more.uses.values())
+    ran_again = False
     for record in range(3):
         try:
             moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
@@ -124,13 +127,14 @@ def make_plan(
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
         gradients = gradients_of(moved, record, K)
+        ran_again |= moved.watch.ran_again
         for key, verdict in judged.items():
             if isinstance(verdict, Placed):
                 after, own = moved.uses.get(key), gradients.get(key, [])
                 growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
                 judged[key] = replace(verdict, growths=growths)
     judged = {key: _settled(verdict) for key, verdict in judged.items()}
-    return Findings(plan | judged, _bytes(more) // 3, batch_shaped)
+    return Findings(plan | judged, _bytes(more) // 3, batch_shaped, ran_again)
 
 
 def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:

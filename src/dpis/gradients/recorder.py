@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,14 @@ MOST_ATTEMPTS = 20
 MOST_COMPARED = 8
 
 
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """What a forward pass did, all of it in the plan."""
+
+    watch: Watch
+    records: int
+
+
 class Recorder:
     """One forward and one backward pass at a time, over batches that fit one chunk.
 
@@ -66,6 +75,7 @@ class Recorder:
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
         self._check, self._ready = check, False
         self._plan: Plan = {}
+        self._ran_again = False
         self._slow: dict[str, str] = {}
         self._passes = 0
         self._said, self._said_names = 0, set[str]()
@@ -78,6 +88,36 @@ class Recorder:
             present: which rows count; None: all.
             real: only the first so many are records, the rest fills up; None: all.
         """
+        self._look_around(batch, real)
+        tape = self._record(batch, present, real)
+        self._say_what_is_slow()
+        return tape
+
+    def forward(self, batch: Batch) -> Forward:
+        """A forward pass alone, for whoever learns the losses later."""
+        self._look_around(batch, None)
+        records = batches.records(batch, self.rows_per_record)
+        watch, _ = self._run_planned(batch, records * self.rows_per_record)
+        return Forward(watch, records)
+
+    def tape(self, forward: Forward, total: Tensor, same: Batch) -> Tape:
+        """The gradients of every record, once the total of their losses is known.
+
+        Args:
+            forward: as `forward` returned it. Its graph is used up.
+            total: the sum of the losses of all records.
+            same: a batch for which the objective gives these losses, where the pass must be run again.
+        """
+        try:
+            tape = self._tape(forward.watch, total, same, forward.records, None, None)
+        except GeneralRuleError as error:
+            self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
+            tape = self._record(same)
+        self._say_what_is_slow()
+        return tape
+
+    def _look_around(self, batch: Batch, real: int | None) -> None:
+        """Plan at the first batch; compare with plain autograd now and then."""
         self._require_unchanged()
         self.prepare(batch)
         self._passes += 1
@@ -85,9 +125,6 @@ class Recorder:
             with self._undisturbed():
                 self._probe_ownership(batch)
                 self._compare_with_autograd(self._several(batch, real))
-        tape = self._record(batch, present, real)
-        self._say_what_is_slow()
-        return tape
 
     def prepare(self, batch: Batch) -> None:
         """Plan, once, on three records of the batch."""
@@ -142,6 +179,19 @@ class Recorder:
         rows = records * self.rows_per_record
         watch, losses = self._run_planned(batch, rows)
         total = weighted_total(losses, records, self.rows_per_record, present, real)
+        return self._tape(watch, total, batch, records, present, real)
+
+    def _tape(
+        self,
+        watch: Watch,
+        total: Tensor,
+        batch: Batch,
+        records: int,
+        present: Tensor | None,
+        real: int | None,
+    ) -> Tape:
+        """Backward to the watched tensors; what no rule covers, by ``torch.func`` over the batch."""
+        rows = records * self.rows_per_record
         with full_precision(total.device):
             parts = collect(watch, self._plan, total, records, rows, real or records)
         slow = beyond(watch, self._plan) | self._slow
@@ -177,7 +227,7 @@ class Recorder:
             stack.enter_context(watch)
             return self.objective(self.module, batch)
 
-    def _new_watch(self, plan: Plan, keep_watched: bool = False) -> Watch:
+    def _new_watch(self, plan: Plan, planning: bool = False) -> Watch:
         def constant(key: Key) -> bool:
             return isinstance(plan.get(key), Constant)
 
@@ -186,7 +236,13 @@ class Recorder:
             general = isinstance(verdict, Placed) and isinstance(verdict.rule, General)
             return verdict.rule if general else None  # type: ignore[union-attr,return-value]
 
-        return Watch(self.parameters, constant, planned_rule, keep_watched)
+        return Watch(
+            self.parameters,
+            constant,
+            planned_rule,
+            keep_watched=planning,
+            may_run_again=planning or self._ran_again,
+        )
 
     def _slowly(
         self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None
@@ -210,11 +266,12 @@ class Recorder:
 
     def _make_plan(self, few: Batch) -> Plan:
         def new_watch(plan: Plan) -> Watch:
-            return self._new_watch(plan, keep_watched=True)
+            return self._new_watch(plan, planning=True)
 
         found = make_plan(self._forward, new_watch, few, self.rows_per_record)
         self.bytes_per_record = max(self.bytes_per_record, found.bytes_per_record)
         self.batch_shaped |= found.batch_shaped
+        self._ran_again |= found.ran_again
         return found.plan
 
     def _say_what_is_slow(self) -> None:

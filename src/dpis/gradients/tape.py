@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpis.gradients.combine import Part, squared_norms, weighted_sum
+from dpis.gradients.factors.base import Kept
+from dpis.gradients.factors.selection import chosen, kept_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,12 +48,11 @@ class Tape:
                 f"One weight a record is required: {self.records}; found shape "
                 f"{tuple(weights.shape)}."
             )
-        kept = weights.nonzero().squeeze(1)
-        all_kept = len(kept) == self.records
-        own = weights if all_kept else weights[kept]
+        kept = kept_by(weights)
+        own = weights if kept is None else chosen(weights, kept)
         with torch.no_grad(), full_precision(self._device):
             return {
-                name: weighted_sum(parts if all_kept else _select(parts, kept), parameter, own)
+                name: weighted_sum(_select(parts, kept), parameter, own)
                 for (name, parameter), parts in zip(
                     self.parameters.items(), self.parts.values(), strict=True
                 )
@@ -61,10 +63,14 @@ class Tape:
         return next(iter(self.parameters.values())).device
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """No autocast: norms and sums are computed in float32 or better whatever the forward pass."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
-def _select(parts: tuple[Part, ...], kept: Tensor) -> tuple[Part, ...]:
+def _select(parts: tuple[Part, ...], kept: Kept | None) -> tuple[Part, ...]:
+    if kept is None:
+        return parts
     return tuple(Part(part.place, part.factor.select(kept)) for part in parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,7 @@ class Watch(TorchFunctionMode):
             as the parameters are.
         rule_of: the rule planned for a key, where that is not the table's.
         keep_watched: keep the watched tensors too, to look at their values.
+        may_run_again: whether parts of the forward pass may be run again on the way back.
     """
 
     def __init__(
@@ -98,14 +100,16 @@ class Watch(TorchFunctionMode):
         constant: Callable[[Key], bool],
         rule_of: Callable[[Key], Rule | None],
         keep_watched: bool = False,
+        may_run_again: bool = True,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
+        self.ran_again = False
         self._replays = False
         self.constants: dict[Key, Shapes] = {}
         self.record_order: Tensor | None = None
         self._constant, self._rule_of = constant, rule_of
-        self._keep_watched = keep_watched
+        self._keep_watched, self._may_run_again = keep_watched, may_run_again
         self._seen: Counter[tuple[Callable[..., Any], tuple[Hashable, ...]]] = Counter()
         self._sources: dict[int, Source] = {}
         for name, parameter in parameters.items():
@@ -129,14 +133,15 @@ class Watch(TorchFunctionMode):
     def backward(self, loss: Tensor, uses: Sequence[Use]) -> list[list[Tensor | None]]:
         """The gradients of all watched tensors of some uses, in one backward pass that computes nothing else.
 
-        What a checkpoint runs again on the way must run as it did the first time, so the watch stays on.
+        What a checkpoint runs again on the way must run as it did the first time, so the watch stays on, unless it
+        is known that nothing is (``ran_again`` tells).
         """
         edges = [edge for use in uses for edge in use.edges]
         if not edges or not loss.requires_grad:
             return [[None for _ in use.edges] for use in uses]
         self._replays = True
         self._seen.clear()
-        with self:
+        with self if self._may_run_again else nullcontext():
             gradients = iter(opened(torch.autograd.grad)(loss, edges, allow_unused=True))
         return [[next(gradients) for _ in use.edges] for use in uses]
 
@@ -186,7 +191,9 @@ class Watch(TorchFunctionMode):
             return result
         rule = self._rule_of(key) or rule or General()
         ran = rule.run(call)
-        if ran.watched and not self._replays:
+        if self._replays:
+            self.ran_again = True
+        elif ran.watched:
             held = tuple((tensor, tensor._version) for tensor in ran.held)
             edges = tuple(get_gradient_edge(tensor) for tensor in ran.watched)
             shapes = tuple(tensor.shape for tensor in ran.watched)

@@ -7,6 +7,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+# Which records are kept: their indices, or a slice of all.
+Kept = Tensor | slice
+
 
 class Factor(ABC):
     """The gradients of all records with respect to one parameter, without (necessarily) holding them.
@@ -43,5 +46,5 @@ class Factor(ABC):
         """Read each run of ``rows_per_record`` rows as one record; its gradient is their sum."""
 
     @abstractmethod
-    def select(self, kept: Tensor) -> Factor:
+    def select(self, kept: Kept) -> Factor:
         """The records with these indices alone."""

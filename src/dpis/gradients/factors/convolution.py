@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dpis.gradients.factors import convolution_gram as gram
 from dpis.gradients.factors import convolution_kernels as kernels
-from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.convolution_cost import cheaper_by_gram, records_in_cache
 from dpis.gradients.factors.convolution_geometry import Geometry
-from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import where_terms_cancel
 
 # Something for every record of a convolution with one group, from inputs, output gradients and rows.
@@ -118,12 +118,10 @@ class Convolution(Factor):
         """The rows of a record lie end to end, as further positions: cross terms are exact."""
         return replace(self, rows=self.rows * rows_per_record)
 
-    def select(self, kept: Tensor) -> Convolution:
+    def select(self, kept: Kept) -> Convolution:
         """The records with these indices alone."""
-        inputs, output_grads = (
-            tensor.index_select(0, _rows_of(kept, self.rows))
-            for tensor in (self.inputs, self.output_grads)
-        )
+        rows = _rows_of(kept, self.rows)
+        inputs, output_grads = chosen(self.inputs, rows), chosen(self.output_grads, rows)
         return replace(self, inputs=inputs, output_grads=output_grads)
 
     def _over_groups(self, of: OfOneGroup) -> Tensor:
@@ -194,9 +192,11 @@ def _groups_as_records(values: Tensor, groups: int, rows: int) -> Tensor:
     return split.transpose(1, 2).flatten(0, 2)
 
 
-def _rows_of(records: Tensor, rows: int) -> Tensor:
+def _rows_of(records: Kept, rows: int) -> Kept:
     if rows == 1:
         return records
+    if isinstance(records, slice):
+        return slice(records.stop * rows)
     return (records.unsqueeze(1) * rows + torch.arange(rows, device=records.device)).flatten()
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
 from dpis.gradients.factors.convolution_positions import positions
-from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import squared_norms as squares_of_rows
 
 FEW_CHANNELS = 8
@@ -69,9 +69,9 @@ class KernelGradients(Factor):
             self.gradients.view(-1, rows_per_record, *self.gradients.shape[1:]).sum(dim=1)
         )
 
-    def select(self, kept: Tensor) -> KernelGradients:
+    def select(self, kept: Kept) -> KernelGradients:
         """The records with these indices alone."""
-        return KernelGradients(self.gradients.index_select(0, kept))
+        return KernelGradients(chosen(self.gradients, kept))
 
 
 def kernel_gradients(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:

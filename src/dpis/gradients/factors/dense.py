@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpis.gradients.factors.base import Factor
-from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.base import Factor, Kept
+from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import squared_norms
 
 
@@ -57,6 +57,6 @@ class Dense(Factor):
             return self
         return Dense(self.gradients.reshape(-1, rows_per_record, *self.shape).sum(1))
 
-    def select(self, kept: Tensor) -> Dense:
+    def select(self, kept: Kept) -> Dense:
         """The records with these indices alone."""
-        return Dense(self.gradients[kept])
+        return Dense(chosen(self.gradients, kept))

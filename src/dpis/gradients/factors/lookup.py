@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.outer import gram
-from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
 # From this many positions on, sorting the indices is cheaper than comparing all pairs.
@@ -89,9 +89,9 @@ class Lookup(Factor):
             self.table_rows,
         )
 
-    def select(self, kept: Tensor) -> Lookup:
+    def select(self, kept: Kept) -> Lookup:
         """The records with these indices alone."""
-        return Lookup(self.indices[kept], self.output_grads[kept], self.table_rows)
+        return Lookup(chosen(self.indices, kept), chosen(self.output_grads, kept), self.table_rows)
 
     def join(self, other: Lookup) -> Lookup:
         """The sum of both: the other's positions after these."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.aligned import filled_up
-from dpis.gradients.factors.base import Factor
-from dpis.gradients.factors.selection import contributing
+from dpis.gradients.factors.base import Factor, Kept
+from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
@@ -101,9 +101,9 @@ class Outer(Factor):
             self.output_grads.reshape(records, -1, self.output_grads.shape[2]),
         )
 
-    def select(self, kept: Tensor) -> Outer:
+    def select(self, kept: Kept) -> Outer:
         """The records with these indices alone."""
-        return Outer(self.inputs[kept], self.output_grads[kept])
+        return Outer(chosen(self.inputs, kept), chosen(self.output_grads, kept))
 
     def transpose(self) -> Outer:
         """The same gradients seen as those of the transposed weight."""
