@@ -37,6 +37,7 @@ def _waits(tmp_path: Path) -> int:
     return disk.count
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a new ledger
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_full_disk_at_any_time(tmp_path: Path, every: int) -> None:
     whole = released(fit(tmp_path / "whole").folder)

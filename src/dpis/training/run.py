@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpis.accounting import Entry
+from dpis.errors import InputError
 from dpis.mechanism import (
     Config,
     Journal,
@@ -165,7 +166,10 @@ class Run:
         if ledger.exists() and b"\n" in ledger.read_bytes():
             return LedgerJournal.reopen(ledger, header)
         ledger.unlink(missing_ok=True)  # a crash before the header was whole: nothing was released
-        return LedgerJournal.create(ledger, header, first)
+        try:
+            return LedgerJournal.create(ledger, header, first)
+        except OSError as error:
+            raise InputError(f"cannot write {ledger}: {error.strerror or error}") from None
 
 
 def _secret_state(
