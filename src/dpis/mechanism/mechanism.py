@@ -6,10 +6,10 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.verify import COUNT
 from dpis.contribution import contribution_weights
 from dpis.errors import BudgetExceededError, InputError
-from dpis.gradients import RecordGradients
 from dpis.gradients.batches import Batch
-from dpis.gradients.engine import Weigh
+from dpis.gradients.engine import Gradients, Weigh
 from dpis.mechanism.config import Contribution, NormSum
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
@@ -47,6 +46,64 @@ NormsOfAll = Callable[[], Tensor]
 """The gradient norms of all records at the current parameters, float64, in the order of the records."""
 
 
+class SumsGradients(Protocol):
+    """Norms of records and weighted sums of their gradients: `RecordGradients`, or tapes of somebody else's passes."""
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The trainable parameters by name."""
+        ...
+
+    def __call__(self, batch: Any, weigh: Weigh, present: Tensor | None = None) -> Gradients:
+        """Norms of all records of a batch, and the sum with weights made from them."""
+        ...
+
+
+class GradientSum:
+    """The weighted gradients of drawn records, added up part by part in float64. Private until it is released.
+
+    Attributes:
+        draw: whose gradients these are.
+        records: how many were added, in the order of the draw.
+        sums: by parameter; empty before the first part.
+    """
+
+    def __init__(self, draw: Draw, weigh: Weigh) -> None:
+        self.draw = draw
+        self.records = 0
+        self.sums: dict[str, Tensor] = {}
+        self._weigh = weigh
+        self._norms = [torch.zeros(0, dtype=torch.float64)]
+
+    @property
+    def norms(self) -> Tensor:
+        """Of all records that were added."""
+        return torch.cat(self._norms)
+
+    def add(self, gradients: SumsGradients, batch: Any, present: Tensor | None = None) -> None:
+        """The next records of the draw.
+
+        Args:
+            gradients: the model and its loss.
+            batch: their rows.
+            present: which rows count, for records of several rows.
+        """
+        self.start_from(gradients.parameters)
+        result = gradients(batch, _from_place(self.records, self._weigh), present)
+        self._norms.append(result.norms.cpu())
+        self.records += len(result.norms)
+        for name, value in result.sums.items():
+            self.sums[name] += value
+
+    def start_from(self, parameters: Mapping[str, Tensor]) -> None:
+        """Zeros for every parameter: an empty batch is a normal step, pure noise."""
+        if not self.sums:
+            self.sums = {
+                name: torch.zeros_like(parameter, dtype=torch.float64)
+                for name, parameter in parameters.items()
+            }
+
+
 class Mechanism:
     """The hidden state of a run, and the only ways in which anything of it is released.
 
@@ -55,9 +112,12 @@ class Mechanism:
         population: how many records there are. It decides who can be drawn, nothing that is released.
         key: the run's secret.
         journal: where every event goes before its output is used.
+        ahead: spend all steps of an epoch when it begins, with one wait for the disk; else each before its release.
     """
 
-    def __init__(self, plan: Plan, population: int, key: Key, journal: Journal) -> None:
+    def __init__(
+        self, plan: Plan, population: int, key: Key, journal: Journal, *, ahead: bool = True
+    ) -> None:
         config = plan.config
         self.plan = plan
         self.clip_norm = config.clip_norm
@@ -69,7 +129,9 @@ class Mechanism:
         self._journal = journal
         self._spent: Counter[Event] = Counter()
         self._used: set[Occasion] = set()
-        self._drawn: Draw | None = None
+        self._ahead = ahead
+        self._draws = 0
+        self._outstanding: deque[Draw] = deque()
         self.sampler: Sampler = (
             ImportanceSampler(
                 population,
@@ -151,7 +213,7 @@ class Mechanism:
         else:
             terms = predeclared_terms(self.plan, epoch, self.clip_norm)
         steps = self.plan.workload.steps_per_epoch
-        if self.plan.accounting is not None:
+        if self._ahead and self.plan.accounting is not None:
             self._spend([terms.entry] * steps)
         self.terms, self.steps_left = terms, steps
         return terms
@@ -160,6 +222,17 @@ class Mechanism:
     def epoch(self) -> int:
         """The epoch that is under way or was last, from 1; 0 before the first."""
         return 0 if self.terms is None else self.terms.epoch
+
+    def abandon_epoch(self) -> None:
+        """Give up the steps that are left. Coins that were drawn for them are never used again.
+
+        Where the terms of epochs differ, the steps are spent all the same, so that the plan is followed in its order.
+        """
+        in_order = self._ahead or self.plan.same_terms_throughout
+        if self.terms is not None and not in_order:
+            self._spend([self.terms.entry] * self.steps_left)
+        self.steps_left = 0
+        self._outstanding.clear()
 
     def end_epoch(self) -> None:
         """Adapt the clip norm for the next epoch, where that was asked for."""
@@ -199,18 +272,25 @@ class Mechanism:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
     def draw(self) -> Draw:
-        """The candidates of the next step: every record by its own fresh coin."""
-        if self.terms is None or not self.steps_left:
+        """The candidates of the next step: every record by its own coin. Asked again, the same."""
+        self._draws -= len(self._outstanding)
+        self._outstanding.clear()
+        return self.draw_ahead()
+
+    def draw_ahead(self) -> Draw:
+        """The candidates of the step after those that are drawn already, with the importance they have now."""
+        if self.terms is None or len(self._outstanding) >= self.steps_left:
             raise BudgetExceededError(
                 "no step is accounted for here: begin the next epoch first. Nothing was released"
             )
-        coins = self._key.stream("coins", self.step)
-        self._drawn = self.sampler.draw(self.terms.sampling_rate, coins)
-        return self._drawn
+        coins = self._key.stream("coins", self._draws)
+        self._draws += 1
+        self._outstanding.append(self.sampler.draw(self.terms.sampling_rate, coins))
+        return self._outstanding[-1]
 
     def release_gradient(
         self,
-        gradients: RecordGradients,
+        gradients: SumsGradients,
         batch: Batch,
         draw: Draw,
         present: Tensor | None = None,
@@ -227,7 +307,7 @@ class Mechanism:
 
     def release_gradient_of_parts(
         self,
-        gradients: RecordGradients,
+        gradients: SumsGradients,
         parts: Iterable[tuple[Batch, Tensor | None]],
         draw: Draw,
     ) -> dict[str, Tensor]:
@@ -238,49 +318,45 @@ class Mechanism:
             parts: batches and which of their rows count, together the rows of the drawn records in their order.
             draw: as `draw` returned it for this step.
         """
-        if self.terms is None or draw is not self._drawn:
+        total = self.start_sum(draw)
+        total.start_from(gradients.parameters)
+        for batch, present in parts:
+            total.add(gradients, batch, present)
+        return self.release_sum(total)
+
+    def start_sum(self, draw: Draw) -> GradientSum:
+        """To be filled with the gradients of the drawn records, part by part."""
+        if self.terms is None or not self._outstanding or draw is not self._outstanding[0]:
             raise BudgetExceededError(
-                "a gradient is released once for every draw, and for the last one only: the coins of a step are "
+                "a gradient is released once for every draw, in the order of the draws: the coins of a step are "
                 "fresh. Draw again; nothing was released"
             )
-        terms, step = self.terms, self.step
-        norms, sums = self._norms_and_sums(gradients, parts, draw, self._weigh(draw, terms, step))
-        self.sampler.observe(draw.indices, norms)
-        self._drawn = None
+        return GradientSum(draw, self._weigh(draw, self.terms, self.step))
+
+    def release_sum(self, total: GradientSum) -> dict[str, Tensor]:
+        """The noisy mean gradient, from a sum over all drawn records."""
+        terms, step, draw = self.terms, self.step, total.draw
+        if terms is None or not self._outstanding or draw is not self._outstanding[0]:
+            raise BudgetExceededError(
+                "this sum was released already, or is not of the oldest draw. Nothing was released"
+            )
+        if total.records != len(draw):
+            raise InputError(
+                f"the rows of every drawn record are required: {len(draw)} drawn, {total.records} given. "
+                "Nothing was released"
+            )
+        if not self._ahead and self.plan.accounting is not None:
+            self._spend([terms.entry])
+        self._outstanding.popleft()
+        self.sampler.observe(draw.indices, total.norms)
         self.step += 1
         self.steps_left -= 1
         if not self.plan.config.method.private:
-            return {name: value / self.plan.workload.batch_size for name, value in sums.items()}
+            return {name: v / self.plan.workload.batch_size for name, v in total.sums.items()}
         std = APPLIED_NOISE * terms.noise_multiplier
-        noisy = add_noise(sums, std, self._key.stream("noise", step))
+        noisy = add_noise(total.sums, std, self._key.stream("noise", step))
         scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
         return {name: scale * value for name, value in noisy.items()}
-
-    def _norms_and_sums(
-        self,
-        gradients: RecordGradients,
-        parts: Iterable[tuple[Batch, Tensor | None]],
-        draw: Draw,
-        weigh: Weigh,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Norms of all drawn records and the weighted sum of their gradients; zeros for an empty batch."""
-        norms = [torch.zeros(0, dtype=torch.float64)]
-        sums = {
-            name: torch.zeros_like(p, dtype=torch.float64)
-            for name, p in gradients.parameters.items()
-        }
-        before = 0
-        for batch, present in parts:
-            result = gradients(batch, _from_place(before, weigh), present)
-            norms.append(result.norms.cpu())
-            before += len(result.norms)
-            for name, value in result.sums.items():
-                sums[name] += value
-        if before != len(draw):
-            raise InputError(
-                f"the rows of every drawn record are required: {len(draw)} drawn, {before} given. Nothing was released"
-            )
-        return torch.cat(norms), sums
 
     def _weigh(self, draw: Draw, terms: Terms, step: int) -> Weigh:
         """Weights from norms and places in the draw."""
@@ -318,6 +394,7 @@ class Mechanism:
         """The hidden state. A secret: it holds a norm of every record."""
         return {
             "step": self.step,
+            "draws": self._draws - len(self._outstanding),
             "steps_left": self.steps_left,
             "clip_norm": self.clip_norm,
             "update_scale": self.update_scale,
@@ -336,7 +413,8 @@ class Mechanism:
         self.terms = None if state["terms"] is None else Terms(**state["terms"])
         self._spent = Counter({event_from_json(event): n for event, n in state["spent"]})
         self._used = {Occasion(purpose, epoch) for purpose, epoch in state["used"]}
-        self._drawn = None
+        self._draws = state["draws"]
+        self._outstanding.clear()
         self.sampler.load_state_dict(state["sampler"])
 
 

@@ -58,6 +58,15 @@ class Plan:
         return None if self.accounting is None else self.accounting.budget
 
     @property
+    def same_terms_throughout(self) -> bool:
+        """Whether every step has the same rate and noise, so that the order of epochs does not matter."""
+        plan = self.accounting
+        if isinstance(plan, AdaptivePlan):
+            return False
+        noise = () if plan is None else plan.noise_multipliers
+        return len(set(noise)) <= 1 and len(set(self.workload.kappa)) == 1
+
+    @property
     def most_expected_candidates(self) -> float:
         """``min(k·b, B)`` at most: how many records a step looks at on average. Public."""
         batch_size = self.workload.batch_size
