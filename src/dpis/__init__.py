@@ -4,6 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dpis.engine import BatchMemoryManager as BatchMemoryManager
+    from dpis.engine import ModuleValidator as ModuleValidator
+    from dpis.engine import PrivacyEngine as PrivacyEngine
     from dpis.gradients import fix as fix
     from dpis.mechanism import AdaptiveClipping as AdaptiveClipping
     from dpis.training import EarlyStop as EarlyStop
@@ -13,11 +16,23 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AdaptiveClipping": "dpis.mechanism",
+    "BatchMemoryManager": "dpis.engine",
     "EarlyStop": "dpis.training",
+    "ModuleValidator": "dpis.engine",
+    "PrivacyEngine": "dpis.engine",
     "fix": "dpis.gradients",
     "train": "dpis.training",
 }
-__all__ = ["AdaptiveClipping", "EarlyStop", "__version__", "fix", "train"]
+__all__ = [
+    "AdaptiveClipping",
+    "BatchMemoryManager",
+    "EarlyStop",
+    "ModuleValidator",
+    "PrivacyEngine",
+    "__version__",
+    "fix",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

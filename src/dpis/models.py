@@ -100,7 +100,7 @@ KINDS = {
     for kind in (
         ModelKind("scatter-linear", _linear, scattered=True, clip_norm=0.1, learning_rate=4.0),
         ModelKind("scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, learning_rate=4.0),
-        ModelKind("cnn", _cnn, clip_norm=0.1, learning_rate=2.0),
+        ModelKind("cnn", _cnn, clip_norm=0.1, learning_rate=4.0),
         ModelKind("mlp", _mlp),
         ModelKind("linear", _linear),
     )

@@ -58,7 +58,7 @@ def predict(
     if out is None:
         typer.echo(text, nl=False)
     else:
-        write_whole(out, lambda file: _write(file, text))
+        write_whole(out, text.encode())
 
 
 def _column(predictions: list[str] | list[float]) -> str:
@@ -67,7 +67,3 @@ def _column(predictions: list[str] | list[float]) -> str:
     writer.writerow(["prediction"])
     writer.writerows([prediction] for prediction in predictions)
     return buffer.getvalue()
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ import inspect
 from dpis.features import filters, scattering
 
 _HEAD = '''
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +39,7 @@ def scattering_source() -> str:
     head = _HEAD.format(
         chunk_pixels=scattering.CHUNK_PIXELS, dense_entries=scattering.DENSE_ENTRIES
     )
-    return "\n\n".join([head, _body(filters), *map(inspect.getsource, _PARTS)])
+    return "\n\n".join([head, _body(filters), *(inspect.getsource(part) for part in _PARTS)])
 
 
 def _body(module: object) -> str:

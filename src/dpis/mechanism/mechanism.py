@@ -201,7 +201,7 @@ class Mechanism:
             raise InputError(
                 f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
             )
-        if self.epoch == self.plan.workload.epochs:
+        if self.epoch == self.plan.workload.epochs and not self.plan.open_ended:
             raise BudgetExceededError(
                 f"the plan has {self.epoch} epochs and all are done: a step more is not covered by the claim. "
                 "Plan for more epochs from the start"
@@ -389,6 +389,16 @@ class Mechanism:
     def fraction_spent(self) -> float:
         """Of the budget, counting the steps of this epoch as they are taken. Public."""
         return self._journal.fraction_spent
+
+    @property
+    def spent(self) -> Counter[Event]:
+        """Every event so far, and how often."""
+        return Counter(self._spent)
+
+    def take_up(self, key: Key, state: dict[str, Any]) -> None:
+        """Go on where another process stood, with its key."""
+        self._key = key
+        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """The hidden state. A secret: it holds a norm of every record."""

@@ -15,11 +15,15 @@ from dpis.accounting import (
     Cadence,
     CountSource,
     Entry,
+    Gaussian,
+    Guard,
     Header,
     Mode,
     Norms,
+    PlannedSequence,
     PredeclaredPlan,
     Release,
+    RenyiFilter,
     Workload,
     exponential_decay,
     plan_adaptive,
@@ -39,6 +43,22 @@ LEAST_COUNT_NOISE = 20.0
 
 
 @dataclass(frozen=True, slots=True)
+class OpenEnded:
+    """A given noise and no horizon: nothing is claimed beforehand, epsilon is computed from what happened.
+
+    Attributes:
+        noise_multiplier: ``z`` of every step.
+    """
+
+    noise_multiplier: float
+    releases: tuple[Release, ...] = ()
+
+    @property
+    def budget(self) -> None:
+        """There is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A run before the data is touched.
 
@@ -50,7 +70,29 @@ class Plan:
 
     config: Config
     workload: Workload
-    accounting: PredeclaredPlan | AdaptivePlan | None
+    accounting: PredeclaredPlan | AdaptivePlan | OpenEnded | None
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether there is no last epoch."""
+        return isinstance(self.accounting, OpenEnded)
+
+    def noise_multiplier(self, epoch: int) -> float:
+        """``z`` of an epoch that is fixed beforehand; 0 for `sgd`."""
+        plan = self.accounting
+        if isinstance(plan, OpenEnded):
+            return plan.noise_multiplier
+        assert plan is None or isinstance(plan, PredeclaredPlan)
+        return 0.0 if plan is None else plan.noise_multipliers[epoch - 1]
+
+    def guard(self) -> Guard | None:
+        """What must admit every event; None where nothing is claimed beforehand."""
+        plan = self.accounting
+        if isinstance(plan, AdaptivePlan):
+            return RenyiFilter(plan.budget, plan.order)
+        if isinstance(plan, PredeclaredPlan):
+            return PlannedSequence(plan.runs, plan.budget.delta)
+        return None
 
     @property
     def claim(self) -> Budget | None:
@@ -63,7 +105,7 @@ class Plan:
         plan = self.accounting
         if isinstance(plan, AdaptivePlan):
             return False
-        noise = () if plan is None else plan.noise_multipliers
+        noise = plan.noise_multipliers if isinstance(plan, PredeclaredPlan) else ()
         return len(set(noise)) <= 1 and len(set(self.workload.kappa)) == 1
 
     @property
@@ -87,8 +129,8 @@ class Plan:
     ) -> Header:
         """The first line of the run's ledger."""
         plan = self.accounting
-        if plan is None:
-            raise InputError("sgd is not private: it has no ledger")
+        if plan is None or isinstance(plan, OpenEnded):
+            raise InputError("a ledger needs a claim: sgd and open-ended runs have none")
         adaptive = isinstance(plan, AdaptivePlan)
         return Header(
             claim=plan.budget,
@@ -121,6 +163,21 @@ def make_plan(config: Config) -> Plan:
     if config.method is Method.DPIS_ADAPTIVE:
         return Plan(config, workload, _adaptive(config, budget, workload, order=None))
     return Plan(config, workload, _predeclared(config, budget, workload))
+
+
+def open_ended_plan(config: Config, noise_multiplier: float) -> Plan:
+    """A run without a horizon, at a given noise; its epochs are as long as any other's."""
+    workload = Workload.create(
+        n_public=config.n_public,
+        batch_size=config.batch_size,
+        epochs=1,
+        kappa=config.kappa,
+        equivalent_batch=config.equivalent_batch,
+    )
+    noise = Gaussian(
+        noise_multiplier=noise_multiplier
+    )  # refused here if it cannot be accounted for
+    return Plan(config, workload, OpenEnded(noise.noise_multiplier))
 
 
 def plan_with_count(plan: Plan, noisy_count: float) -> Plan:

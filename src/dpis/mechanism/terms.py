@@ -12,7 +12,6 @@ from dpis.accounting import (
     Event,
     NormSumBounds,
     PoissonGaussian,
-    PredeclaredPlan,
     adaptive_step,
     next_grad_noise,
 )
@@ -61,15 +60,15 @@ class Terms:
 
 def predeclared_terms(plan: Plan, epoch: int, clip_norm: float) -> Terms:
     """As the plan has them."""
-    workload, accounting = plan.workload, plan.accounting
-    assert accounting is None or isinstance(accounting, PredeclaredPlan)
+    workload = plan.workload
+    index = 0 if plan.open_ended else epoch - 1
     return Terms(
         epoch=epoch,
-        sampling_rate=workload.sampling_rate[epoch - 1],
-        noise_multiplier=0.0 if accounting is None else accounting.noise_multipliers[epoch - 1],
-        clip_norm=math.inf if accounting is None else clip_norm,
-        kappa=workload.kappa[epoch - 1],
-        equivalent_batch=workload.equivalent_batch[epoch - 1],
+        sampling_rate=workload.sampling_rate[index],
+        noise_multiplier=plan.noise_multiplier(epoch),
+        clip_norm=math.inf if plan.accounting is None else clip_norm,
+        kappa=workload.kappa[index],
+        equivalent_batch=workload.equivalent_batch[index],
     )
 
 

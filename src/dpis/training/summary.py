@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpis.accounting import Adjacency, CountSource
 from dpis.mechanism import Method
+from dpis.mechanism.plan import OpenEnded
 from dpis.training.run_values import config_to_json, versions
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 def _claim(run: Run) -> dict[str, Any] | None:
     accounting = run.mechanism.plan.accounting
-    if accounting is None:
+    if accounting is None or isinstance(accounting, OpenEnded):
         return None
     users = bool((run.options.recipe or {}).get("user_level"))
     return {
@@ -108,7 +109,7 @@ def _claim(run: Run) -> dict[str, Any] | None:
 
 def _notes(run: Run) -> tuple[str, ...]:
     plan = run.mechanism.plan
-    if plan.accounting is None:
+    if plan.accounting is None or isinstance(plan.accounting, OpenEnded):
         return ("sgd is not private: this model may reveal its training data.",)
     notes = []
     if plan.accounting.adjacency is Adjacency.ZERO_OUT:
