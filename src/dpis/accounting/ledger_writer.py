@@ -79,7 +79,11 @@ class LedgerWriter:
             guard.admit(entry.event)
         writer._append([header_body(header), *(entry_body(i, e) for i, e in enumerate(first))])
         writer.recorded = len(first)
-        _sync_folder(path.parent)
+        try:
+            _sync_folder(path.parent)
+        except OSError as error:
+            file.close()
+            raise LedgerError(f"cannot write the ledger {path}: {error.strerror}") from None
         return writer
 
     @classmethod

@@ -127,6 +127,7 @@ class PrivacyEngine:
         secure_mode: randomness is always cryptographic here; True and False are the same.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
         >>> model, loader = nn.Linear(4, 2), DataLoader(data, batch_size=16)
