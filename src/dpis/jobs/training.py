@@ -91,15 +91,14 @@ class _Job:
             for note in source.notes:
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
-        try:
-            if source.releases:  # the task above was a rehearsal, with made-up bounds
+        if source.releases:  # the task above was a rehearsal, with made-up bounds
+            try:
                 task = self._task(source.encode(run.mechanism), kind)
-            trainer = Trainer(
-                run, task, reporter=self._reporter, keep_checkpoint=self._keep_checkpoint
-            )
-            result = trainer.train()
-        finally:
-            run.close()
+            except BaseException:
+                run.discard() if resume is None else run.close()
+                raise
+        trainer = Trainer(run, task, reporter=self._reporter, keep_checkpoint=self._keep_checkpoint)
+        result = trainer.train()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
     def _open(self, resume: Path | None, config: Config, source: Source) -> Run:
