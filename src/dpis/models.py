@@ -15,6 +15,9 @@ from torch import nn
 from dpis.errors import InputError
 from dpis.paper import models as paper
 
+NOISE_STEP = 7.5e-4
+"""Standard deviation of the noise in one weight and one step, chosen on validation splits of Fashion-MNIST."""
+
 Shape = tuple[int, ...]
 Build = Callable[[Shape, int], nn.Module]
 
@@ -28,14 +31,24 @@ class ModelKind:
         build: from the shape of one record's input and the number of outputs.
         scattered: whether its inputs are normalised scatter features of images.
         clip_norm: a clip norm that suits it.
-        learning_rate: of SGD with momentum 0.9 that suits it, at that clip norm.
+        largest_learning_rate: of SGD with momentum 0.9 that suits it, at that clip norm, where noise is small.
     """
 
     name: str
     build: Build
     scattered: bool = False
     clip_norm: float = 1.0
-    learning_rate: float = 0.5
+    largest_learning_rate: float = 0.5
+
+    def learning_rate(self, equivalent_batch: float, noise_multiplier: float) -> float:
+        """A learning rate at which the noise of a step stays bearable: ``min(largest, NOISE_STEP·(B/z) / C)``.
+
+        A step moves every weight by noise of standard deviation ``lr·C·z/B``. Public numbers alone decide.
+        """
+        if noise_multiplier == 0:
+            return self.largest_learning_rate
+        bearable = NOISE_STEP * equivalent_batch / (noise_multiplier * self.clip_norm)
+        return min(self.largest_learning_rate, bearable)
 
 
 def _linear(shape: Shape, outputs: int) -> nn.Module:
@@ -98,9 +111,13 @@ def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module
 KINDS = {
     kind.name: kind
     for kind in (
-        ModelKind("scatter-linear", _linear, scattered=True, clip_norm=0.1, learning_rate=4.0),
-        ModelKind("scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, learning_rate=4.0),
-        ModelKind("cnn", _cnn, clip_norm=0.1, learning_rate=4.0),
+        ModelKind(
+            "scatter-linear", _linear, scattered=True, clip_norm=0.1, largest_learning_rate=16.0
+        ),
+        ModelKind(
+            "scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, largest_learning_rate=8.0
+        ),
+        ModelKind("cnn", _cnn, clip_norm=0.1, largest_learning_rate=8.0),
         ModelKind("mlp", _mlp),
         ModelKind("linear", _linear),
     )

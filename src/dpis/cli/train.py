@@ -97,7 +97,9 @@ def train(
             help="C; auto adapts it by an accounted release. [default: by model]",
         ),
     ] = None,
-    lr: Annotated[Number, typer.Option("--lr", help="Learning rate. [default: by model]")] = None,
+    lr: Annotated[
+        Number, typer.Option("--lr", help="Learning rate. [default: by model and noise]")
+    ] = None,
     optimizer: Annotated[
         Text, typer.Option(metavar="sgd|adam", help="sgd has momentum 0.9. [default: sgd]")
     ] = None,

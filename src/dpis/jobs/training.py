@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpis.accounting import Accountant, CountSource
+from dpis.accounting import Accountant, AdaptivePlan, CountSource
 from dpis.errors import InputError
 from dpis.jobs.options import JobOptions
 from dpis.jobs.pipeline import Pipeline, to_device
 from dpis.jobs.sources import Encoded, Source, open_source
-from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
+from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum, make_plan
 from dpis.models import ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
@@ -86,14 +86,16 @@ class _Job:
         if kind.scattered and source.image_shape is None:
             raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
         config = _config(options, self._method, kind, source)
-        task = self._task(source.encode(None), kind)  # errors come before anything is written
+        task = self._task(
+            source.encode(None), kind, config
+        )  # errors come before anything is written
         if resume is None:
             for note in source.notes:
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
         if source.releases:  # the task above was a rehearsal, with made-up bounds
             try:
-                task = self._task(source.encode(run.mechanism), kind)
+                task = self._task(source.encode(run.mechanism), kind, config)
             except BaseException:
                 run.discard() if resume is None else run.close()
                 raise
@@ -114,7 +116,7 @@ class _Job:
         run_options = RunOptions(diagnostics=options.diagnostics, recipe=recipe)
         return Run.start(path, config, source.population, self._key, run_options)
 
-    def _task(self, encoded: Encoded, kind: ModelKind) -> Task:
+    def _task(self, encoded: Encoded, kind: ModelKind, config: Config) -> Task:
         options = self._options
         pipeline = Pipeline(encoded.preprocessing, kind.scattered)
         inputs = pipeline.inputs(encoded.features)
@@ -134,7 +136,7 @@ class _Job:
         )
         metric = "accuracy" if classification else "squared_error"
         trained = [p for p in model.parameters() if p.requires_grad]
-        lr = kind.learning_rate if options.lr is None else options.lr
+        lr = _default_learning_rate(kind, config) if options.lr is None else options.lr
         ema = DEFAULT_EMA if options.ema is None else options.ema
         return Task(
             model=model,
@@ -197,6 +199,17 @@ def _config(options: JobOptions, method: Method, kind: ModelKind, source: Source
         releases=source.releases if method.private else (),
         release_n=options.release_n,
     )
+
+
+def _default_learning_rate(kind: ModelKind, config: Config) -> float:
+    """By the model and the noise of the first epoch, both public."""
+    plan = make_plan(config)
+    noise = (
+        plan.accounting.noise_multiplier
+        if isinstance(plan.accounting, AdaptivePlan)
+        else plan.noise_multiplier(1)
+    )
+    return kind.learning_rate(plan.workload.equivalent_batch[0], noise)
 
 
 DEFAULT_EPOCHS = 40
