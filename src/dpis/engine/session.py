@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
+from dpis.engine.blank import empty_outputs
+from dpis.engine.delivered import Delivered
 from dpis.errors import DpisError
 from dpis.gradients import batches
 from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
 from dpis.mechanism import Mechanism
-from dpis.mechanism.mechanism import GradientSum
+from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
 
 
@@ -21,79 +23,185 @@ class MisuseError(DpisError, RuntimeError):
     """A private loop was driven in an order that its guarantee does not cover. Nothing was released."""
 
 
+@dataclass(frozen=True, eq=False)
+class PhysicalBatch:
+    """A draw, or consecutive records of it.
+
+    Attributes:
+        draw: what it belongs to.
+        indices: its records.
+        last: whether the step follows it.
+    """
+
+    draw: Draw
+    indices: list[int]
+    last: bool
+
+
 class Session:
-    """One draw, one forward pass for each of its rows, one backward pass, one release; then the next.
+    """One draw, one forward pass for each of its rows, backward, one release; then the next.
 
     Args:
         mechanism: releases one noisy gradient for every draw.
         gradients: the module, run now and asked for gradients later.
         mean: losses are means over the rows of a physical batch (else sums).
+        as_delivered: refuse inputs of the form, but not the contents, of what the loader delivered.
     """
 
-    def __init__(self, mechanism: Mechanism, gradients: DeferredGradients, *, mean: bool) -> None:
+    def __init__(
+        self,
+        mechanism: Mechanism,
+        gradients: DeferredGradients,
+        *,
+        mean: bool,
+        as_delivered: bool = True,
+    ) -> None:
         self.mechanism, self.gradients = mechanism, gradients
         self.stepping = False
-        self._mean = mean
+        self._mean, self._as_delivered = mean, as_delivered
         self._taped = TapedGradients(gradients.parameters)
-        self._ahead: deque[Draw] = deque()
-        self._current: Draw | None = None
+        self._iteration: object | None = None
+        self._ahead: deque[PhysicalBatch] = deque()
+        self._current: PhysicalBatch | None = None
+        self._delivered = Delivered((), 0, gradients.row_dim)
+        self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
         self._sum: GradientSum | None = None
+        self._template: Any = None
+        self._closed = False
+        self._guards = [
+            parameter.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+            for parameter in gradients.parameters.values()
+        ]
+
+    def close(self) -> None:
+        """No step follows; the model may be used as any other."""
+        self._closed = True
+        self._forget()
+        while self._guards:
+            self._guards.pop().remove()
 
     # ── the loader's side ────────────────────────────────────────────────────────────────────────────
 
-    def begin_iteration(self) -> None:
-        """A new pass over the loader is a new epoch; what was left of the last one is given up."""
+    def begin_iteration(self) -> object:
+        """A new pass over the loader is a new epoch; what was left of the last one is given up.
+
+        Returns:
+            What tells this iteration from every other.
+        """
+        self._require_open()
         self._forget()
         self.mechanism.abandon_epoch()
         self.mechanism.begin_epoch(_no_full_pass)
+        self._iteration = object()
+        return self._iteration
 
-    def draw(self) -> Draw:
-        """The next batch's records, perhaps well before it is delivered."""
-        draw = self.mechanism.draw_ahead()
-        self._ahead.append(draw)
-        return draw
+    def draw_batches(self, most: int | None) -> Iterator[list[int]]:
+        """The records of every batch of this iteration, drawn when asked for, perhaps well before they are delivered.
 
-    def deliver(self) -> None:
+        Args:
+            most: deliver no more rows than this at once; None: whole draws.
+        """
+        return self._draw_batches(self._iteration, most)
+
+    def _draw_batches(self, iteration: object | None, most: int | None) -> Iterator[list[int]]:
+        for _ in range(self.mechanism.steps_left):
+            self._require_current(iteration)
+            draw = self.mechanism.draw_ahead()
+            indices = draw.indices.tolist()
+            size = most or max(1, len(indices))
+            for start in range(0, max(1, len(indices)), size):
+                part = indices[start : start + size]
+                self._ahead.append(PhysicalBatch(draw, part, start + size >= len(indices)))
+                yield part
+
+    @property
+    def draws_ahead(self) -> int:
+        """How many draws wait for their release."""
+        waiting = {id(batch.draw) for batch in self._ahead}
+        return len(waiting | ({id(self._sum.draw)} if self._sum is not None else set()))
+
+    def deliver(self, iteration: object, batch: Any) -> None:
         """The oldest drawn batch goes to the loop."""
+        self._require_current(iteration)
+        self.require_stepped()
+        self._current = self._ahead.popleft()
+        if self._sum is None:
+            self._sum = self.mechanism.start_sum(self._current.draw)
+            self._sum.start_from(self.gradients.parameters)
+        rows = len(self._current.indices)
+        self._expected += rows
+        self._delivered = Delivered.of(batch, rows, self.gradients.row_dim)
+
+    def require_stepped(self) -> None:
+        """Before the next batch is taken."""
         if self._current is not None:
             raise MisuseError(
                 "the next batch was taken before optimizer.step() was called for the last one: its noisy gradient was "
-                "not released, and the plan counts a step for every batch. Call optimizer.step() for each, empty "
-                "ones too, or break out of the loop"
+                "not released, and which steps are left out would tell about the records. Call optimizer.step() for "
+                "every batch, empty ones too. To look at records without training, use the loader you made this from"
             )
-        self._current = self._ahead.popleft()
-        self._sum = self.mechanism.start_sum(self._current)
-        self._sum.start_from(self.gradients.parameters)
 
     # ── the module's side ────────────────────────────────────────────────────────────────────────────
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's outputs for a batch, or a part of it, open to gradients."""
+        self._require_open()
         if self._current is None or self._sum is None:
             raise MisuseError(
                 "the model was trained on a batch that did not come from the private loader: it was not sampled by "
                 "independent coins, so no amplification can be claimed. Take batches from the loader that make_private "
                 "returned; to evaluate, call model.eval() or use torch.no_grad()"
             )
-        if batches.rows((args, dict(kwargs))) == 0:
-            return self._run_empty(args, kwargs)
-        passed = self.gradients.run(args, kwargs)
-        known = self._sum.records + sum(p.rows for p in self._passes) + passed.rows
-        if known > len(self._current):
+        self._require_unchanged()
+        inputs = list(batches.tensors((args, dict(kwargs))))
+        if any(tensor.requires_grad for tensor in inputs):
             raise MisuseError(
-                f"{len(self._current)} records were drawn for this step, and the model has now been run on {known}: a "
-                "record would count twice, or was not drawn, and the clip norm would not bound its contribution. "
-                "Run the model once on every row of the loader's batch before optimizer.step()"
+                "an input of the private model requires a gradient: gradients of single records end at this model, so "
+                "what comes before it would neither be trained nor be protected. Make one model of all that is "
+                "trained, or detach the input"
             )
+        if not self._current.indices:
+            return empty_outputs(self.gradients.module, args, kwargs, self._template)
+        before = self._sum.records + sum(p.rows for p in self._passes)
+        self._require_delivered(inputs, before)
+        passed = self.gradients.run(args, kwargs)
+        self._require_rows(before + passed.rows)
+        self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
         return passed.outputs
 
-    def _run_empty(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """An empty batch has empty outputs; whatever their loss is, it reaches no parameter."""
-        with torch.no_grad():
-            outputs = self.gradients.module(*args, **kwargs)
-        return batches.apply(lambda t: t.requires_grad_() if t.is_floating_point() else t, outputs)
+    def _require_delivered(self, inputs: list[Tensor], before: int) -> None:
+        assert self._current is not None
+        start = before - (self._expected - len(self._current.indices))
+        if self._as_delivered and self._delivered.contradicts(inputs, start):
+            raise MisuseError(
+                "the model was given other records than the loader delivered, or in another order: whoever was not "
+                "drawn by a coin has no amplification, a mixture of records is not bounded by the clip norm, and norms "
+                "would be stored for the wrong records. Give the batch as it came. A change of each record by itself "
+                "belongs in the data set or the collate function; if it must be in the loop, say so by "
+                "make_private(inputs_as_delivered=False), and nobody checks"
+            )
+
+    def _require_rows(self, rows: int) -> None:
+        if rows > self._expected:
+            raise MisuseError(
+                f"{self._expected} records were drawn for this step, and the model has now been run on {rows}: a "
+                "record would count twice, or was not drawn, and the clip norm would not bound what it adds. "
+                "Run the model once on every row of the loader's batch before optimizer.step(); what is only looked at "
+                "belongs under torch.no_grad()"
+            )
+
+    def _require_unchanged(self) -> None:
+        """The recorder looks too; here it is said in the words of the loop."""
+        known = self.gradients.parameters
+        now = {n: p for n, p in self.gradients.module.named_parameters() if p.requires_grad}
+        if now.keys() != known.keys() or any(now[name] is not known[name] for name in known):
+            raise MisuseError(
+                "the model was changed after make_private: trainable parameters were replaced, added, frozen or "
+                "thawed. Their gradients would be neither clipped nor noised. Change the model first, then make it "
+                "private"
+            )
 
     # ── the optimizer's side ─────────────────────────────────────────────────────────────────────────
 
@@ -103,39 +211,95 @@ class Session:
 
     def fold(self) -> None:
         """Add up what has arrived: the rows of a physical batch make room for the next."""
-        assert self._sum is not None
+        self._require_open()
+        if self._current is None or self._sum is None:
+            raise MisuseError(
+                "optimizer.step() without a batch: one step is accounted for every batch of the private loader, and "
+                "that of the last one was taken already. A second one would be released without being accounted for. "
+                "Take the next batch first"
+            )
+        if any(not passed.backward_done for passed in self._passes):
+            raise MisuseError(
+                "optimizer.step() was called after a forward pass without backward: its records would be missing "
+                "from the sum, which changes who is sampled. Call loss.backward() on the loss of these outputs first"
+            )
         for passed in self._passes:
-            if not passed.backward_done:
-                raise MisuseError(
-                    "optimizer.step() was called after a forward pass without backward: its records would be missing "
-                    "from the sum. Call loss.backward() on the loss of these outputs first"
-                )
             tape = passed.tape(float(passed.rows) if self._mean else 1.0)
             self._sum.add(self._taped, tape, None)
         self._passes = []
 
-    def release(self) -> dict[str, Tensor]:
-        """The noisy gradient of this step; the draw is used up."""
-        if self._current is None or self._sum is None:
-            raise MisuseError(
-                "optimizer.step() without a batch: a step is accounted for every batch of the private loader, and this "
-                "one was released already. Take the next batch first"
-            )
+    def release(self) -> dict[str, Tensor] | None:
+        """The noisy gradient of this step; None, while parts of the draw are to come."""
         self.fold()
-        missing = len(self._current) - self._sum.records
+        assert self._current is not None
+        assert self._sum is not None
+        missing = self._expected - self._sum.records
         if missing:
             raise MisuseError(
-                f"{missing} of {len(self._current)} drawn records had no forward and backward pass: leaving some out "
-                "by hand changes who is sampled. Run the model on the whole batch of the loader"
+                f"{missing} of {self._expected} drawn records had no forward and backward pass (or their gradients "
+                "were dropped by zero_grad() after backward): leaving some out by hand changes who is sampled. Run the "
+                "model, in training mode, on the whole batch of the loader"
             )
+        if not self._current.last:
+            self._current = None
+            return None
         update = self.mechanism.release_sum(self._sum)
-        self._current = self._sum = None
-        return update
+        self._forget_draw()
+        return update if self._mean else self._as_sum(update)
+
+    def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""
+        rows = self.mechanism.plan.workload.batch_size
+        return {name: rows * value for name, value in update.items()}
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────────────
 
     def _forget(self) -> None:
+        self._iteration = None
         self._ahead.clear()
+        self._forget_draw()
+
+    def _forget_draw(self) -> None:
         self._passes = []
+        self._expected = 0
         self._current = self._sum = None
+        self._delivered = Delivered((), 0, self.gradients.row_dim)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise MisuseError(
+                "the model was taken out of private training by to_standard_module(): a step now would not be "
+                "accounted for. Make it private again with a new PrivacyEngine; what was spent before adds to it"
+            )
+
+    def _require_current(self, iteration: object | None) -> None:
+        if iteration is None or iteration is not self._iteration:
+            raise MisuseError(
+                "an iteration over the private loader was continued after another one had begun: its draws were given "
+                "up, and their coins may not be used for other steps. Use one iteration at a time"
+            )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy()
+
+
+def _refuse_copy() -> NoReturn:
+    raise MisuseError(
+        "a private optimizer or loader cannot be copied: two runs would use the same noise, which then cancels in the "
+        "difference of their models. Use save_checkpoint"
+    )
+
+
+def _refuse_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+    raise MisuseError(
+        "a gradient arrived at a parameter past the private model: it is neither clipped nor noised, so a step with it "
+        "would not be private. Call the model that make_private returned, in training mode (model.train()), and "
+        "leave penalties on weights to the optimizer's weight_decay. For gradients of inputs use torch.autograd.grad"
+    )
 
 
 def _no_full_pass() -> Tensor:

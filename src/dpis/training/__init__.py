@@ -3,9 +3,12 @@
 from dpis.training.api import PublicCountWarning, train
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import HeldOut
+from dpis.training.interrupt import InterruptedRunError
 from dpis.training.records import Records
+from dpis.training.result import Result
 from dpis.training.run import Run, RunOptions
-from dpis.training.trainer import EarlyStop, InterruptedRunError, Result, Task, Trainer
+from dpis.training.task import EarlyStop, Task
+from dpis.training.trainer import Trainer
 
 __all__ = [
     "EarlyStop",

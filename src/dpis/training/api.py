@@ -25,8 +25,10 @@ from dpis.training.evaluation import METRICS, HeldOut, Metric
 from dpis.training.files import next_run_folder
 from dpis.training.progress import ProgressBar, Reporter, Silent
 from dpis.training.records import Augment, Collate, Records
+from dpis.training.result import Result
 from dpis.training.run import Run, RunOptions
-from dpis.training.trainer import EarlyStop, Result, Task, Trainer
+from dpis.training.task import EarlyStop, Task
+from dpis.training.trainer import Trainer
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]

@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+
+from dpis.training.task import Task
 
 Plain = str | bool | int | float | complex | None
 
@@ -66,3 +69,32 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return isinstance(value, Plain)
+
+
+def layers_asleep(model: nn.Module) -> set[nn.Module]:
+    """Layers that stay in evaluation mode: put there one by one, or normalising by fixed statistics."""
+    return {
+        layer
+        for layer in model.modules()
+        if not layer.training and (model.training or isinstance(layer, _BatchNorm))
+    }
+
+
+def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
+    """What must not change between a run and its continuation, beside the data."""
+    records = task.records
+    names = [name for name, layer in task.model.named_modules() if layer in asleep]
+    scheduler = None if task.scheduler is None else task.scheduler.state_dict()
+    return {
+        "the model": described_model(task.model),
+        "its layers in evaluation mode": described(names),
+        "the loss": described(task.loss if task.objective is None else task.objective),
+        "the optimizer": described_optimizer(task.optimizer),
+        "the scheduler": described([type(task.scheduler), task.scheduler_interval, scheduler]),
+        "the moving average": described(task.average and task.average.decay),
+        "the rows of a record": described([records.max_rows_per_user, records.augmentations]),
+        "the augmentation": described(records.augment),
+        "the collate function": described(records.collate_fn),
+        "the physical batch": described(task.physical_batch),
+        "the early stop": repr(task.early_stop),
+    }

@@ -5,179 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpis.accounting import Budget
-from dpis.errors import DpisError, InputError
-from dpis.gradients import RecordGradients, guards
+from dpis.errors import InputError
+from dpis.gradients import RecordGradients
 from dpis.gradients.batches import Batch
-from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
-from dpis.training.averaging import WeightAverage
 from dpis.training.buffers import FixedBuffers
 from dpis.training.chance import seeded_generators, seeded_torch
-from dpis.training.evaluation import HeldOut, Metric, evaluate
+from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
-from dpis.training.identity import described, described_model, described_optimizer
-from dpis.training.model_file import ModelCard, describe, loader_source, save_model
+from dpis.training.identity import identity_of, layers_asleep
+from dpis.training.interrupt import InterruptedRunError, interruptible
+from dpis.training.model_file import describe, loader_source, save_model
 from dpis.training.progress import Reporter, Silent, Standing
-from dpis.training.records import Records, Rows
+from dpis.training.records import Rows
+from dpis.training.result import Diagnostics, Result
 from dpis.training.run import Run
 from dpis.training.summary import Summary
+from dpis.training.task import Task
 
 CHECKPOINT_SECONDS = 60.0
 """A crash costs at most so much work, beside what an epoch's end saves anyway."""
-
-
-class InterruptedRunError(DpisError, KeyboardInterrupt):
-    """The operator stopped the run; it is saved and can be resumed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyStop:
-    """Stop once a held-out metric has not improved for some epochs. The claim stays that of the whole plan.
-
-    Attributes:
-        metric: its name among the held-out metrics. Held-out data is not protected; training values may not decide.
-        patience: how many epochs without improvement.
-        larger_is_better: of the metric.
-    """
-
-    metric: str = "accuracy"
-    patience: int = 5
-    larger_is_better: bool = True
-
-
-@dataclass(kw_only=True)
-class Task:
-    """What is trained, on what, and how: everything that is not privacy.
-
-    Attributes:
-        model: the module. Layers of it that were put in evaluation mode one by one stay so.
-        records: what is protected.
-        loss: ``loss(output, target)``.
-        objective: instead of ``loss``, see `RecordGradients`.
-        optimizer: any of ``torch.optim`` that steps without a closure.
-        scheduler: of its learning rate.
-        scheduler_interval: "epoch" or "step": how often the scheduler steps.
-        held_out: what the model is measured on.
-        average: a moving average of the weights, released in place of them.
-        early_stop: when to stop before the plan's end.
-        physical_batch: how many records run at once; None: as many as fit the caches.
-        card: what is stored beside the weights.
-    """
-
-    model: nn.Module
-    records: Records
-    optimizer: Optimizer
-    loss: Loss | None = None
-    objective: Objective | None = None
-    scheduler: LRScheduler | ReduceLROnPlateau | None = None
-    scheduler_interval: str = "epoch"
-    held_out: HeldOut | None = None
-    average: WeightAverage | None = None
-    early_stop: EarlyStop | None = None
-    physical_batch: int | None = None
-    card: ModelCard | None = None
-
-    def __post_init__(self) -> None:
-        self.model = guards.checked(self.model)
-        if (self.loss is None) == (self.objective is None):
-            raise InputError("exactly one of loss and objective is required")
-        if self.physical_batch is not None and self.physical_batch < 1:
-            raise InputError(f"physical batch must be at least 1, found {self.physical_batch}")
-        self._check_optimizer()
-        self._check_scheduler()
-        stop = self.early_stop
-        if stop is not None and (self._nothing_held_out or stop.metric not in self._metrics):
-            raise InputError(f"early stop needs held-out data with the metric {stop.metric!r}")
-
-    def _check_optimizer(self) -> None:
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise InputError(
-                "LBFGS asks for several gradients a step, and each would have to be paid for: use another optimizer"
-            )
-        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        trained = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
-        for missing in trained.keys() - stepped:
-            raise InputError(
-                f"the optimizer does not step {trained[missing]}: give it all trainable parameters of this model, "
-                "or set requires_grad=False on those that shall not train"
-            )
-        if stepped - trained.keys():
-            raise InputError(
-                "the optimizer steps parameters that are not trainable parameters of this model: "
-                "they would get no noise and no gradient. Make the optimizer from this model's parameters"
-            )
-
-    def _check_scheduler(self) -> None:
-        if self.scheduler_interval not in ("epoch", "step"):
-            raise InputError(
-                f"scheduler_interval is epoch or step, found {self.scheduler_interval!r}"
-            )
-        if not isinstance(self.scheduler, ReduceLROnPlateau):
-            return
-        if self._nothing_held_out or not self._metrics:
-            raise InputError(
-                "ReduceLROnPlateau needs a metric on held-out data: the training loss is private, a learning rate "
-                "that follows it would leak. Give held_out="
-            )
-        if self.scheduler_interval == "step":
-            raise InputError(
-                "ReduceLROnPlateau steps once an epoch, when held-out data was measured: leave scheduler_interval out"
-            )
-
-    @property
-    def _metrics(self) -> Mapping[str, Metric]:
-        return {} if self.held_out is None else self.held_out.metrics
-
-    @property
-    def _nothing_held_out(self) -> bool:
-        dataset = None if self.held_out is None else self.held_out.dataset
-        return dataset is None or (isinstance(dataset, Sized) and len(dataset) == 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnostics:
-    """Private values, for the operator alone."""
-
-    gradient_evaluations: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What came out of a run.
-
-    Attributes:
-        folder: where its files are.
-        claim: what is guaranteed; None: nothing.
-        metrics: on held-out data, of the released weights after the last epoch.
-        epochs: how many were trained.
-        summary: as it stands in the folder.
-        diagnostics: private values; None unless they were asked for.
-    """
-
-    folder: Path
-    claim: Budget | None
-    metrics: dict[str, float]
-    epochs: int
-    summary: Summary
-    diagnostics: Diagnostics | None
 
 
 @dataclass
@@ -216,7 +75,7 @@ class Trainer:
         self._keep_checkpoint = keep_checkpoint
         self._progress = _Progress()
         self._device = task.records.device
-        self._asleep = _asleep(task.model)
+        self._asleep = layers_asleep(task.model)
         self._buffers = FixedBuffers(task.model)
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
@@ -248,7 +107,7 @@ class Trainer:
             InterruptedRunError: by Ctrl-C; everything is saved.
         """
         try:
-            with self._reporter, _interruptible() as interrupted:
+            with self._reporter, interruptible() as interrupted:
                 self._take_up()
                 while not self._finished:
                     self._epoch(interrupted)
@@ -423,7 +282,10 @@ class Trainer:
 
     def _take_up(self) -> None:
         """Stand where the last checkpoint stood, over the same data; or take the first."""
-        identity, data = self._identity(), fingerprint(self.task.records, self.run.key)
+        identity, data = (
+            identity_of(self.task, self._asleep),
+            fingerprint(self.task.records, self.run.key),
+        )
         state = self.run.training
         if state is None:
             self._identity_saved, self._data = identity, data
@@ -465,25 +327,6 @@ class Trainer:
             }
         )
 
-    def _identity(self) -> dict[str, str]:
-        """What must not change between a run and its continuation, beside the data."""
-        task, records = self.task, self.task.records
-        asleep = [name for name, layer in task.model.named_modules() if layer in self._asleep]
-        scheduler = None if task.scheduler is None else task.scheduler.state_dict()
-        return {
-            "the model": described_model(task.model),
-            "its layers in evaluation mode": described(asleep),
-            "the loss": described(task.loss if task.objective is None else task.objective),
-            "the optimizer": described_optimizer(task.optimizer),
-            "the scheduler": described([type(task.scheduler), task.scheduler_interval, scheduler]),
-            "the moving average": described(task.average and task.average.decay),
-            "the rows of a record": described([records.max_rows_per_user, records.augmentations]),
-            "the augmentation": described(records.augment),
-            "the collate function": described(records.collate_fn),
-            "the physical batch": described(task.physical_batch),
-            "the early stop": repr(task.early_stop),
-        }
-
     # ── release ──────────────────────────────────────────────────────────────────────────────────────
 
     def _release(self) -> Result:
@@ -518,32 +361,3 @@ class Trainer:
             summary=summary,
             diagnostics=diagnostics,
         )
-
-
-def _asleep(model: nn.Module) -> set[nn.Module]:
-    """Layers that stay in evaluation mode: put there one by one, or normalising by fixed statistics."""
-    return {
-        layer
-        for layer in model.modules()
-        if not layer.training and (model.training or isinstance(layer, _BatchNorm))
-    }
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks the loop to save and stop after the step under way; a second one stops at once."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-
-    def ask(number: int, frame: object) -> None:
-        asked.set()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)
