@@ -488,7 +488,7 @@ ODD_SIZES: dict[str, tuple[int, int, Callable[[], nn.Module]]] = {
 @pytest.mark.parametrize("name", ODD_SIZES)
 def test_a_norm_keeps_its_bits_at_odd_sizes(name: str, chunk: int) -> None:
     features, positions, model = ODD_SIZES[name]
-    gradients = RecordGradients(model(), nn.CrossEntropyLoss(), chunk=chunk)
+    gradients = RecordGradients(model(), nn.CrossEntropyLoss(), chunk=chunk, check=False)
     x, y = torch.randn(40, positions, features), torch.randint(0, CLASSES, (40,))
     norms = gradients((x, y), ones).norms
     for _ in range(3):

@@ -141,26 +141,25 @@ def test_batches_of_other_lengths_need_no_second_plan() -> None:
         torch.testing.assert_close(gradients.record(batch).norms(), norms, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("lengths", [[6, 3, 3, 2, 1], [4, 4, 4, 4, 4], [6, 6, 6, 6, 1]])
+@pytest.mark.parametrize("lengths", [[6, 3, 3, 2, 1], [6, 6, 6, 6, 1]])
 def test_a_model_may_want_the_longest_first(lengths: list[int]) -> None:
     """What the engine tries out keeps the order of the records."""
     module, (words, _, labels) = make("packed")
     batch = words, torch.tensor(lengths), labels
     squares = [grads.flatten(1).square().sum(1) for grads in one_by_one(module, batch).values()]
     gradients = RecordGradients(module, nn.CrossEntropyLoss(reduction="none"))
-    for _ in range(2):
-        norms = gradients(batch, lambda norms, _: torch.ones_like(norms)).norms
-        torch.testing.assert_close(norms, sum(squares).sqrt(), rtol=1e-10, atol=0)
+    norms = gradients(batch, lambda norms, _: torch.ones_like(norms)).norms
+    torch.testing.assert_close(norms, sum(squares).sqrt(), rtol=1e-10, atol=0)
     assert gradients.batch_shaped(batch)
 
 
 def test_chunks_of_a_recurrence_count_what_it_keeps() -> None:
     """Eight numbers a step and feature: gates, candidate, cell, its tanh, the hidden state."""
-    module = Classifier(nn.LSTM(4, 64, batch_first=True), 64)
+    steps, features = 60, 512
+    module = Classifier(nn.LSTM(4, features, batch_first=True), features)
     gradients = RecordGradients(module, nn.CrossEntropyLoss(), expected_records=512)
-    steps, record = 2000, 8 * 64 * 4 * 2000
     batch = torch.randint(WORDS, (3, steps)), torch.randint(CLASSES, (3,))
-    assert gradients.chunk(batch) * record <= CHUNK_BYTES
+    assert gradients.chunk(batch) * 8 * steps * features * 4 <= CHUNK_BYTES
 
 
 def test_records_taken_for_steps_are_refused() -> None:
