@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
 
 from torch.utils.data import (
     DataLoader,
@@ -13,19 +13,31 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from dpis.engine.session import Session
+from dpis.engine.blank import CollateEmpty
+from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
-from dpis.gradients import batches
 
 
 class PrivateLoader(DataLoader[Any]):
     """Delivers one batch for every draw of the session; one iteration is one epoch.
 
-    Workers, pinned memory, collate function and transforms are those of the loader it was made from. ``len`` is exact:
-    ``floor(n_public / batch_size)``.
+    Workers, pinned memory, collate function and transforms are those of the loader it was made from, and batches come
+    in the order of their draws. ``len`` is exact: ``floor(n_public / batch_size)``.
+
+    Args:
+        original: the user's loader.
+        session: draws, and is told what was delivered.
+        steps: how many draws an epoch has.
+        most_rows: deliver draws in parts of at most so many rows; None: whole.
     """
 
-    def __init__(self, original: DataLoader[Any], session: Session, steps: int) -> None:
+    def __init__(
+        self,
+        original: DataLoader[Any],
+        session: Session,
+        steps: int,
+        most_rows: int | None = None,
+    ) -> None:
         worker_settings: dict[str, Any] = {}
         if original.num_workers > 0:
             worker_settings = {
@@ -35,7 +47,7 @@ class PrivateLoader(DataLoader[Any]):
             }
         super().__init__(
             original.dataset,
-            batch_sampler=_Draws(session, steps),
+            batch_sampler=_Draws(session, steps, most_rows),
             collate_fn=CollateEmpty(original.collate_fn, original.dataset),
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
@@ -44,40 +56,37 @@ class PrivateLoader(DataLoader[Any]):
             generator=original.generator,
             **worker_settings,
         )
-        self._private_session = session
+        self._original, self._session, self._steps = original, session, steps
+
+    def in_parts(self, most_rows: int) -> PrivateLoader:
+        """The same draws, delivered a few rows at a time: the step comes after the last part of a draw."""
+        return PrivateLoader(self._original, self._session, self._steps, most_rows)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._private_session.begin_iteration()
+        iteration = self._session.begin_iteration()
         for batch in super().__iter__():
-            self._private_session.deliver()
+            self._session.deliver(iteration, batch)
             yield batch
+        self._session.require_stepped()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise MisuseError(
+            "a private loader cannot be copied: two runs would use the same coins and noise, which then cancels"
+        )
 
 
 class _Draws(Sampler[list[int]]):
     """Lists of indices, drawn when they are asked for: ahead of the loop, where workers prefetch."""
 
-    def __init__(self, session: Session, steps: int) -> None:
-        self._session, self._steps = session, steps
+    def __init__(self, session: Session, steps: int, most_rows: int | None) -> None:
+        self._session, self._steps, self._most_rows = session, steps, most_rows
 
     def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self._steps):
-            yield self._session.draw().indices.tolist()
+        return self._session.draw_batches(self._most_rows)
 
     def __len__(self) -> int:
+        """Draws of an epoch; of parts there are at least as many, how many is private."""
         return self._steps
-
-
-class CollateEmpty:
-    """The user's collate function; nothing becomes a batch of length zero, shaped as a batch of one."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self._collate, self._dataset = collate, dataset
-
-    def __call__(self, items: list[Any]) -> Any:
-        """A batch of these items."""
-        if items:
-            return self._collate(items)
-        return batches.apply(lambda tensor: tensor[:0], self._collate([self._dataset[0]]))
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -86,22 +95,34 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     Raises:
         InputError: with what to do instead.
     """
+    if isinstance(loader, PrivateLoader):
+        raise InputError("the loader is private already: give the one it was made from")
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        raise InputError(
+            f"a torch.utils.data.DataLoader is required, found {type(loader).__name__}: what it does to batches on its "
+            "own would be left out, and what it samples is not accounted for. Give a DataLoader over the data set"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
-            "an IterableDataset cannot be sampled by independent coins, so no amplification could be claimed. Use a "
-            "map-style data set"
+            "an IterableDataset cannot be sampled by independent coins, so no amplification could be claimed and "
+            "epsilon would be wrong. Use a map-style data set: one with __getitem__ and __len__"
         )
     if loader.batch_size is None:
         raise InputError(
             "the loader needs a batch_size: with a batch sampler of its own, who is drawn is not known, so epsilon "
             "would be wrong. Give batch_size, and leave sampling to make_private"
         )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler) or getattr(
-        loader.sampler, "replacement", False
-    ):
+    sampler = loader.sampler
+    known = type(sampler) in (RandomSampler, SequentialSampler)
+    if not known or getattr(sampler, "replacement", False):
         raise InputError(
-            f"the loader samples by {type(loader.sampler).__name__}, whose probabilities nobody accounts for: epsilon "
+            f"the loader samples by {type(sampler).__name__}, whose probabilities nobody accounts for: epsilon "
             "would be silently wrong. Leave sampler out; importance sampling does what a weighted sampler is wanted for"
+        )
+    if len(cast(Any, sampler)) != len(cast(Any, loader.dataset)):
+        raise InputError(
+            f"the loader's sampler takes {len(cast(Any, sampler))} of {len(cast(Any, loader.dataset))} records: the "
+            "private loader draws from all of them. Give torch.utils.data.Subset as the data set instead"
         )
     if loader.drop_last:
         raise InputError(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from dpis.engine.loader import PrivateLoader
 from dpis.engine.optimizer import PrivateOptimizer
 from dpis.errors import InputError
-from dpis.gradients import batches
 
 
 class BatchMemoryManager:
-    """Splits every batch of a private loader into physical batches; only the last one of a batch steps.
+    """Delivers every batch of a private loader in physical batches; only the last one of a batch steps.
+
+    The loop stays as it is, with ``optimizer.step()`` for every physical batch. The update is that of the whole batch.
 
     Args:
         data_loader: the private loader.
@@ -21,30 +23,32 @@ class BatchMemoryManager:
         optimizer: the private optimizer.
 
     Example:
-        >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=64, optimizer=optimizer) as parts:
-        ...     for inputs, targets in parts: ...  # doctest: +SKIP
+        >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=64,
+        ...                         optimizer=optimizer) as parts:  # doctest: +SKIP
+        ...     for inputs, targets in parts: ...
     """
 
     def __init__(
         self,
         *,
-        data_loader: PrivateLoader,
+        data_loader: DataLoader,  # type: ignore[type-arg]
         max_physical_batch_size: int,
-        optimizer: PrivateOptimizer,
+        optimizer: Optimizer,
     ) -> None:
         if not isinstance(data_loader, PrivateLoader) or not isinstance(
             optimizer, PrivateOptimizer
         ):
             raise InputError(
-                "BatchMemoryManager takes the loader and the optimizer that make_private returned"
+                "BatchMemoryManager takes the loader and the optimizer that make_private returned: others have no "
+                "gradients of single records to add up"
             )
         if max_physical_batch_size < 1:
             raise InputError(
                 f"max_physical_batch_size must be at least 1, found {max_physical_batch_size}"
             )
-        self._parts = _Parts(data_loader, max_physical_batch_size, optimizer)
+        self._parts = data_loader.in_parts(max_physical_batch_size)
 
-    def __enter__(self) -> _Parts:
+    def __enter__(self) -> PrivateLoader:
         return self._parts
 
     def __exit__(
@@ -53,25 +57,4 @@ class BatchMemoryManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._parts.optimizer.signal_skip_step(do_skip=False)
-
-
-class _Parts:
-    """Iterates over parts of batches."""
-
-    def __init__(self, loader: PrivateLoader, size: int, optimizer: PrivateOptimizer) -> None:
-        self.loader, self.size, self.optimizer = loader, size, optimizer
-        self.dataset = loader.dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            rows = batches.rows(batch)
-            starts = range(0, rows, self.size) if rows else [0]
-            for start in starts:
-                self.optimizer.signal_skip_step(do_skip=start + self.size < rows)
-                stop = min(start + self.size, rows)
-                yield batches.apply(lambda t, a=start, b=stop: t[a:b], batch)  # type: ignore[misc]
-
-    def __len__(self) -> int:
-        """At least so many: every batch has one part or more, how many is private."""
-        return len(self.loader)
+        """A draw that was left in the middle is given up by the next iteration."""

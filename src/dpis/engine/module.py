@@ -8,33 +8,48 @@ import torch
 from torch import nn
 
 from dpis.engine.outputs import watched_outputs
-from dpis.engine.session import Session
+from dpis.engine.session import MisuseError, Session
 
 
 class PrivateModule(nn.Module):
     """Calls go to the session while training with gradients, straight to the model otherwise.
 
-    Like Opacus's ``GradSampleModule`` it keeps the model as ``_module`` and passes on its attributes.
+    Like Opacus's ``GradSampleModule`` it keeps the model as ``_module`` and passes on its attributes. A copy (by
+    ``copy.deepcopy`` or pickle) can be evaluated, averaged or saved, not trained.
     """
 
-    def __init__(self, module: nn.Module, session: Session) -> None:
+    def __init__(self, module: nn.Module, session: Session | None) -> None:
         super().__init__()
         self._module = module
+        self.training = module.training
         object.__setattr__(self, "_session", session)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
         if not (self.training and torch.is_grad_enabled()):
             return self._module(*args, **kwargs)
-        session: Session = self.__dict__["_session"]
+        session: Session | None = self.__dict__["_session"]
+        if session is None:
+            raise MisuseError(
+                "this is a copy of a private model, without its loader and optimizer: training it would not be private."
+                " Train the model that make_private returned; call eval() on the copy to evaluate it"
+            )
         return watched_outputs(session.run(args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "_module":
+                raise
             return getattr(super().__getattr__("_module"), name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_session": None}
+
     def to_standard_module(self) -> nn.Module:
-        """The model itself."""
+        """The model itself, for whatever comes after private training: no private step follows."""
+        session: Session | None = self.__dict__["_session"]
+        if session is not None:
+            session.close()
         return self._module

@@ -37,8 +37,10 @@ class WatchedOutput(Tensor):
 
 
 def watched_outputs(outputs: Any) -> Any:
-    """The same outputs, their tensors watched."""
-    return batches.apply(lambda t: t.as_subclass(WatchedOutput) if t.requires_grad else t, outputs)
+    """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output."""
+    return batches.apply(
+        lambda t: t.clone().as_subclass(WatchedOutput) if t.requires_grad else t, outputs
+    )
 
 
 def _refuse_batch_wide_mean(

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpis.accounting import (
-    AdaptivePlan,
-    Composition,
-    CountSource,
-    Entry,
-    Event,
-    epsilon_by_pld,
-    epsilon_by_rdp,
-)
+from dpis.accounting import CountSource
+from dpis.engine.accountant import Accountant
 from dpis.engine.loader import PrivateLoader, checked_loader
 from dpis.engine.module import PrivateModule
-from dpis.engine.optimizer import PrivateOptimizer
+from dpis.engine.optimizer import PrivateOptimizer, checked_optimizer
 from dpis.engine.session import Session
 from dpis.errors import InputError
 from dpis.gradients import guards
 from dpis.gradients.deferred import DeferredGradients
-from dpis.mechanism import Config, Journal, Mechanism, Method, NormSum, Plan, make_plan
+from dpis.mechanism import Config, Mechanism, Method, NormSum, Plan, make_plan
 from dpis.mechanism.plan import open_ended_plan
 from dpis.randomness import Key
 from dpis.training.api import PublicCountWarning
@@ -37,84 +29,6 @@ from dpis.training.checkpoint import load_checkpoint, save_checkpoint
 
 GRAD_SAMPLE_MODES = ("hooks", "ghost", "functorch", "ew")
 """Opacus's names. Here there is one engine, at the price of the fastest of them; all names are taken."""
-
-
-class EventCounter(Journal):
-    """Counts events in memory; what a plan or a filter allows is kept by the mechanism and its guard."""
-
-    def __init__(self, guard: Any = None) -> None:
-        self.events: Counter[Event] = Counter()
-        self._guard = guard
-        self._position = 0
-
-    def spend(self, entries: Sequence[Entry]) -> None:
-        """Count, if the guard admits them."""
-        for entry in entries:
-            if self._guard is not None:
-                self._guard.admit(entry.event)
-            self.events[entry.event] += 1
-            self._position += 1
-
-    def go_to(self, position: int) -> None:
-        """After a checkpoint was loaded; `restore` follows."""
-        self._position = position
-
-    def restore(self, events: Counter[Event]) -> None:
-        """Spend again, in a guard that is new, what was spent before a checkpoint."""
-        self.events = Counter()
-        for event, times in events.items():
-            for _ in range(times):
-                if self._guard is not None:
-                    self._guard.admit(event)
-            self.events[event] = times
-
-    def finish(self, model_sha256: str) -> None:
-        """Nothing is written."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    @property
-    def position(self) -> int:
-        """How many events there were."""
-        return self._position
-
-    @property
-    def fraction_spent(self) -> float:
-        """Of the plan's or the filter's budget; 0 without either."""
-        return 0.0 if self._guard is None else float(self._guard.fraction_spent)
-
-
-class Accountant:
-    """What has been spent so far."""
-
-    def __init__(self) -> None:
-        self.journal = EventCounter()
-        self.plan: Plan | None = None
-
-    def get_epsilon(self, delta: float, **_: Any) -> float:
-        """Epsilon at ``delta`` for the steps so far.
-
-        Predeclared: by PLD, valid for a stop that was fixed in advance; a stop chosen from what was seen is covered by
-        the target that was planned for, not by this number. Adaptive: the claim, at the planned delta.
-        """
-        plan = None if self.plan is None else self.plan.accounting
-        if isinstance(plan, AdaptivePlan):
-            if delta < plan.budget.delta:
-                raise InputError(
-                    f"the adaptive mode claims epsilon at delta = {plan.budget.delta:g} or larger, found {delta:g}"
-                )
-            return plan.budget.epsilon
-        composition = Composition(tuple(self.journal.events.items()))
-        if not composition.events:
-            return 0.0
-        try:
-            return epsilon_by_pld(composition, delta)
-        except InputError:  # too small a delta for it
-            return epsilon_by_rdp(composition, delta)
-
-    def __len__(self) -> int:
-        return self.journal.position
 
 
 class PrivacyEngine:
@@ -127,7 +41,6 @@ class PrivacyEngine:
         secure_mode: randomness is always cryptographic here; True and False are the same.
 
     Example:
-        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
         >>> model, loader = nn.Linear(4, 2), DataLoader(data, batch_size=16)
@@ -151,6 +64,7 @@ class PrivacyEngine:
         self.accountant = Accountant()
         self._session: Session | None = None
         self._key = Key.fresh()
+        self._population = 0
 
     # ── making private ───────────────────────────────────────────────────────────────────────────────
 
@@ -176,6 +90,7 @@ class PrivacyEngine:
         kappa: float = 1.0,
         n_public: int | None = None,
         seed: int | None = None,
+        inputs_as_delivered: bool = True,
         **unknown: Any,
     ) -> tuple[Any, ...]:
         """Make private with a given noise, without a horizon: epsilon grows with every step.
@@ -194,12 +109,14 @@ class PrivacyEngine:
             noise_generator: must be None: noise is cryptographic. ``seed`` makes a run repeatable.
             grad_sample_mode: any of Opacus's names.
             wrap_model: must be True.
-            rand_on_empty: empty batches are tensors of length zero.
+            rand_on_empty: must be False: an empty batch comes as tensors of length zero, and its step is noise alone.
             sampling: "importance", or "uniform" (DP-SGD).
             k: headroom of importance sampling.
             kappa: norm utilisation: the rate is ``b / (kappa · n_public)``.
             n_public: a public number of records; default ``len(dataset)``, which is then treated as public.
             seed: repeatable randomness, for tests and research: nothing of it may be released.
+            inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
+                other contents. False: the loop changes records, each by itself, and nobody checks.
             unknown: refused.
 
         Returns:
@@ -211,14 +128,32 @@ class PrivacyEngine:
             clipping=clipping,
             noise_generator=noise_generator,
             wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
             max_grad_norm=max_grad_norm,
+            grad_sample_mode=grad_sample_mode,
+            loss_reduction=loss_reduction,
+            criterion=criterion,
             unknown=unknown,
         )
+        if not isinstance(kappa, int | float):
+            raise InputError(
+                f"kappa must be a number here, found {kappa!r}: without a horizon there are no epochs for a schedule. "
+                "Use make_private_with_epsilon"
+            )
         config = self._config(
             data_loader, max_grad_norm, sampling, "predeclared", k, kappa, n_public, epochs=1
         )
         plan = open_ended_plan(config, noise_multiplier)
-        made = self._wrap(plan, module, optimizer, data_loader, batch_first, loss_reduction, seed)
+        made = self._wrap(
+            plan,
+            module,
+            optimizer,
+            data_loader,
+            seed,
+            batch_first=batch_first,
+            mean=loss_reduction == "mean",
+            as_delivered=inputs_as_delivered,
+        )
         return _returned(made, criterion, grad_sample_mode)
 
     def make_private_with_epsilon(
@@ -239,12 +174,14 @@ class PrivacyEngine:
         noise_generator: Any = None,
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
+        rand_on_empty: bool = False,
         sampling: str = "importance",
         mode: str = "predeclared",
         k: float = 5.0,
         kappa: float | str = 1.0,
         n_public: int | None = None,
         seed: int | None = None,
+        inputs_as_delivered: bool = True,
         **unknown: Any,
     ) -> tuple[Any, ...]:
         """Make private with the least noise that keeps ``(target_epsilon, target_delta)`` over ``epochs``.
@@ -265,12 +202,15 @@ class PrivacyEngine:
             noise_generator: must be None: noise is cryptographic. ``seed`` makes a run repeatable.
             grad_sample_mode: any of Opacus's names.
             wrap_model: must be True.
+            rand_on_empty: must be False: an empty batch comes as tensors of length zero, and its step is noise alone.
             sampling: "importance", or "uniform" (DP-SGD).
             mode: "predeclared", or "adaptive": noise solved every epoch from released norm sums.
             k: headroom of importance sampling.
             kappa: norm utilisation, a number or a schedule such as "1:0.4".
             n_public: a public number of records; default ``len(dataset)``, which is then treated as public.
             seed: repeatable randomness, for tests and research: nothing of it may be released.
+            inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
+                other contents. False: the loop changes records, each by itself, and nobody checks.
             unknown: refused.
 
         Returns:
@@ -281,7 +221,11 @@ class PrivacyEngine:
             clipping=clipping,
             noise_generator=noise_generator,
             wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
             max_grad_norm=max_grad_norm,
+            grad_sample_mode=grad_sample_mode,
+            loss_reduction=loss_reduction,
+            criterion=criterion,
             unknown=unknown,
         )
         config = self._config(
@@ -297,7 +241,16 @@ class PrivacyEngine:
             delta=target_delta,
         )
         plan = make_plan(config)
-        made = self._wrap(plan, module, optimizer, data_loader, batch_first, loss_reduction, seed)
+        made = self._wrap(
+            plan,
+            module,
+            optimizer,
+            data_loader,
+            seed,
+            batch_first=batch_first,
+            mean=loss_reduction == "mean",
+            as_delivered=inputs_as_delivered,
+        )
         return _returned(made, criterion, grad_sample_mode)
 
     def _config(
@@ -329,7 +282,7 @@ class PrivacyEngine:
                 "the number of records is treated as public, since n_public was not given: records are protected, how "
                 "many there are is not",
                 PublicCountWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         assert loader.batch_size is not None
         by_importance = Method.DPIS if mode == "predeclared" else Method.DPIS_ADAPTIVE
@@ -353,32 +306,32 @@ class PrivacyEngine:
         module: nn.Module,
         optimizer: Optimizer,
         data_loader: DataLoader[Any],
-        batch_first: bool,
-        loss_reduction: str,
         seed: int | None,
+        *,
+        batch_first: bool,
+        mean: bool,
+        as_delivered: bool,
     ) -> tuple[PrivateModule, PrivateOptimizer, PrivateLoader]:
+        """Everything is checked first: after an error nothing is changed."""
         if self._session is not None:
             raise InputError(
-                "this engine has made a model private already: take a new PrivacyEngine"
+                "this engine has made a model private already, and its epsilon is that model's: take a new "
+                "PrivacyEngine for another"
             )
-        if isinstance(module, PrivateModule):
-            raise InputError("the module is private already: give the one it was made from")
-        if loss_reduction not in ("mean", "sum"):
-            raise InputError(f"loss_reduction must be mean or sum, found {loss_reduction!r}")
-        if not module.training:
-            raise InputError("the module is in evaluation mode: call module.train() first")
-        self._key = Key.fresh() if seed is None else Key.from_seed(seed)
-        self.accountant.journal = EventCounter(plan.guard())
-        self.accountant.plan = plan
-        population = len(cast(Any, data_loader.dataset))
-        mechanism = Mechanism(plan, population, self._key, self.accountant.journal, ahead=False)
+        _checked_module(module)
+        checked_optimizer(optimizer, module)
         gradients = DeferredGradients(module, batch_first=batch_first)
-        session = Session(mechanism, gradients, mean=loss_reduction == "mean")
-        wrapped = PrivateModule(module, session)
-        private_optimizer = PrivateOptimizer(optimizer, module, session)
-        loader = PrivateLoader(data_loader, session, plan.workload.steps_per_epoch)
+        self._key = Key.fresh() if seed is None else Key.from_seed(seed)
+        self._population = len(cast(Any, data_loader.dataset))
+        journal = self.accountant.start(plan)
+        mechanism = Mechanism(plan, self._population, self._key, journal, ahead=False)
+        session = Session(mechanism, gradients, mean=mean, as_delivered=as_delivered)
         self._session = session
-        return wrapped, private_optimizer, loader
+        return (
+            PrivateModule(module, session),
+            PrivateOptimizer(optimizer, module, session),
+            PrivateLoader(data_loader, session, plan.workload.steps_per_epoch),
+        )
 
     # ── what was spent ───────────────────────────────────────────────────────────────────────────────
 
@@ -397,20 +350,24 @@ class PrivacyEngine:
         checkpoint_dict: dict[str, Any] | None = None,
         module_state_dict_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Everything that is needed to go on, in one secret file (mode 0600): it holds the key of the noise.
+        """Everything that is needed to go on, in one secret file (mode 0600): it holds a norm of every record.
 
         Args:
             path: of the file.
             module: the private module.
             optimizer: the private optimizer.
-            checkpoint_dict: more to keep.
+            checkpoint_dict: more to keep: tensors, numbers, texts, and lists and dictionaries of these.
             module_state_dict_kwargs: for ``module.state_dict``.
         """
         session = self._opened()
+        mechanism = session.mechanism.state_dict()
+        mechanism["draws"] += session.draws_ahead  # their coins are never used again
         state = {
-            "key": self._key.secret,
+            "plan": self._fingerprint(session),
             "seed": self._key.seed,
-            "mechanism": session.mechanism.state_dict(),
+            "events": self.accountant.journal.state_dict(),
+            "mechanism": mechanism,
+            "torch_random": torch.get_rng_state(),
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
             "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),
             "checkpoint_dict": checkpoint_dict or {},
@@ -425,7 +382,11 @@ class PrivacyEngine:
         optimizer: Optimizer | None = None,
         module_load_dict_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Go on where `save_checkpoint` was called, after the same ``make_private`` call.
+        """Go on where `save_checkpoint` was called, right after the same ``make_private`` call in a new process.
+
+        The next iteration over the loader is the next epoch. With a seed the run goes on bit by bit as it would have.
+        Without one, coins and noise are fresh: the same noise on another way from here would cancel in the difference
+        of two models.
 
         Args:
             path: of the file.
@@ -437,14 +398,33 @@ class PrivacyEngine:
             The ``checkpoint_dict`` that was saved.
         """
         session = self._opened()
+        if len(self.accountant):
+            raise InputError(
+                f"{len(self.accountant)} events were spent by this engine already: to go back would forget them, and "
+                "epsilon would be too small. Load right after make_private, with a new PrivacyEngine; to go back to "
+                "older weights, load them by module.load_state_dict"
+            )
         state = load_checkpoint(Path(path))
-        self._key = Key(state["key"], state["seed"])
+        if state["plan"] != self._fingerprint(session):
+            raise InputError(
+                f"{path} is of a run with other arguments or another number of records: {state['plan']}; these are "
+                f"{self._fingerprint(session)}. What was spent then would not fit the plan now. Make it private with "
+                "the same arguments"
+            )
+        self._key = Key.fresh() if state["seed"] is None else Key.from_seed(state["seed"])
+        self.accountant.journal.load_state_dict(state["events"])
         session.mechanism.take_up(self._key, state["mechanism"])
-        self.accountant.journal.restore(session.mechanism.spent)
+        torch.set_rng_state(state["torch_random"])
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
         if optimizer is not None and state["optimizer_state_dict"]:
             optimizer.load_state_dict(state["optimizer_state_dict"])
         return dict(state["checkpoint_dict"])
+
+    def _fingerprint(self, session: Session) -> str:
+        """What must be the same for a checkpoint to fit."""
+        plan = session.mechanism.plan
+        noise = f", noise_multiplier={plan.noise_multiplier(1)!r}" if plan.open_ended else ""
+        return f"{plan.config}{noise}, records={self._population}"
 
     def _opened(self) -> Session:
         if self._session is None:
@@ -454,20 +434,30 @@ class PrivacyEngine:
     # ── compatibility of models ──────────────────────────────────────────────────────────────────────
 
     def is_compatible(
-        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        data_loader: DataLoader[Any] | None = None,
     ) -> bool:
         """Whether `validate` would pass."""
         try:
             self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-        except ValueError:
+        except (ValueError, TypeError):
             return False
         return True
 
     def validate(
-        self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        data_loader: DataLoader[Any] | None = None,
     ) -> None:
-        """Raise if the module couples records, or the loader cannot be sampled."""
-        guards.checked(module)
+        """Raise if the module couples records, the optimizer steps another, or the loader cannot be sampled."""
+        _checked_module(module)
+        if optimizer is not None:
+            checked_optimizer(optimizer, module)
         if data_loader is not None:
             checked_loader(data_loader)
 
@@ -482,14 +472,23 @@ class PrivacyEngine:
 def _returned(
     made: tuple[PrivateModule, PrivateOptimizer, PrivateLoader], criterion: Any, mode: str
 ) -> tuple[Any, ...]:
-    if mode not in GRAD_SAMPLE_MODES:
-        raise InputError(
-            f"grad_sample_mode must be one of {', '.join(GRAD_SAMPLE_MODES)}, found {mode!r}"
-        )
     module, optimizer, loader = made
     if mode == "ghost":
         return module, optimizer, nn.CrossEntropyLoss() if criterion is None else criterion, loader
     return module, optimizer, loader
+
+
+def _checked_module(module: nn.Module) -> nn.Module:
+    if isinstance(module, PrivateModule):
+        raise InputError("the module is private already: give the one it was made from")
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"{type(module).__name__} is not supported: every process would draw records and add noise by itself, and "
+            "epsilon would not be what is reported. Give the module it wraps, in one process"
+        )
+    if not module.training:
+        raise InputError("the module is in evaluation mode: call module.train() first")
+    return guards.checked(module)
 
 
 def _refuse_unsupported(
@@ -498,7 +497,11 @@ def _refuse_unsupported(
     clipping: str,
     noise_generator: Any,
     wrap_model: bool,
+    rand_on_empty: bool,
     max_grad_norm: float | list[float],
+    grad_sample_mode: str,
+    loss_reduction: str,
+    criterion: Any,
     unknown: dict[str, Any],
 ) -> None:
     if not poisson_sampling:
@@ -508,8 +511,9 @@ def _refuse_unsupported(
         )
     if clipping != "flat" or isinstance(max_grad_norm, list | tuple):
         raise InputError(
-            f"clipping={clipping!r} is not supported: gradients are clipped over all parameters together. Use "
-            "clipping='flat' with one max_grad_norm; for a clip norm that adapts see dpis.train(clipping=...)"
+            f"clipping={clipping!r} with max_grad_norm={max_grad_norm!r} is not supported: gradients are clipped over "
+            "all parameters together. Use clipping='flat' with one max_grad_norm; for a clip norm that adapts see "
+            "dpis.train(clipping=...)"
         )
     if noise_generator is not None:
         raise InputError(
@@ -518,7 +522,27 @@ def _refuse_unsupported(
         )
     if not wrap_model:
         raise InputError(
-            "wrap_model=False is not supported: use the module that make_private returns"
+            "wrap_model=False is not supported: gradients of single records are only known of the wrapped model. Use "
+            "the module that make_private returns"
+        )
+    if rand_on_empty:
+        raise InputError(
+            "rand_on_empty=True is not supported: an empty batch is a step of noise alone, and comes as tensors of "
+            "length zero. Leave it out"
+        )
+    if grad_sample_mode not in GRAD_SAMPLE_MODES:
+        raise InputError(
+            f"grad_sample_mode must be one of {', '.join(GRAD_SAMPLE_MODES)}, found {grad_sample_mode!r}: training in "
+            "several processes is not supported"
+        )
+    if loss_reduction not in ("mean", "sum"):
+        raise InputError(f"loss_reduction must be mean or sum, found {loss_reduction!r}")
+    if getattr(criterion, "reduction", loss_reduction) != loss_reduction:
+        raise InputError(
+            f"the criterion has reduction={criterion.reduction!r}, loss_reduction is {loss_reduction!r}: gradients "
+            "would be scaled by the size of the batch, which is private. Give both the same"
         )
     if unknown:
-        raise InputError(f"unknown arguments {', '.join(sorted(unknown))}: none is ignored")
+        raise InputError(
+            f"unknown arguments {', '.join(sorted(unknown))}: what is not honoured is refused. Leave them out"
+        )

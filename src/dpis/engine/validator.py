@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 from torch import nn
 
-from dpis.errors import InputError
 from dpis.gradients import fix, guards
 
 
@@ -23,7 +19,7 @@ class ModuleValidator:
     """
 
     @classmethod
-    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[InputError]:
+    def validate(cls, module: nn.Module, *, strict: bool = False) -> list[Exception]:
         """The reasons why the module cannot be trained privately; empty if it can.
 
         Args:
@@ -32,7 +28,7 @@ class ModuleValidator:
         """
         try:
             guards.checked(module)
-        except InputError as error:
+        except (ValueError, TypeError) as error:
             if strict:
                 raise
             return [error]
@@ -44,15 +40,14 @@ class ModuleValidator:
         return not cls.validate(module)
 
     @classmethod
-    def fix(cls, module: nn.Module, **_: Any) -> nn.Module:
+    def fix(cls, module: nn.Module) -> nn.Module:
         """A copy with what couples records replaced. Make the optimizer from its parameters, afterwards."""
-        clone = copy.deepcopy(module)
-        fix(clone)
-        return clone
+        fixed, _ = fix(module)
+        return fixed
 
     @classmethod
-    def fix_and_validate(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
+    def fix_and_validate(cls, module: nn.Module) -> nn.Module:
         """`fix`, then `validate` strictly."""
-        fixed = cls.fix(module, **kwargs)
+        fixed = cls.fix(module)
         cls.validate(fixed, strict=True)
         return fixed

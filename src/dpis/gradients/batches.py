@@ -29,12 +29,22 @@ def apply(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return {key: apply(function, value) for key, value in batch.items()}
+        return _like(batch, {key: apply(function, value) for key, value in batch.items()})
     if isinstance(batch, tuple | list):
         values = [apply(function, value) for value in batch]
         named = isinstance(batch, tuple) and hasattr(batch, "_fields")
         return type(batch)(*values) if named else type(batch)(values)
     return batch
+
+
+def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """In a mapping of the same kind, if it can be made from a dictionary: some have attributes too."""
+    if type(mapping) is dict:
+        return values
+    try:
+        return type(mapping)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values
 
 
 def rows(batch: Batch) -> int:

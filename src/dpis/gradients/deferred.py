@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,28 @@ class Pass:
     rows: int
     _recorder: Recorder
     _forward: Forward
-    _batch: tuple[Any, Any, Any]
+    _inputs: tuple[Any, Any]
     _watched: list[Tensor]
     _leaves: list[Tensor]
+    _dim_of_rows: Callable[[Tensor, int, int], int]
 
     @property
     def backward_done(self) -> bool:
         """Whether gradients have arrived at any output."""
         return any(leaf.grad is not None for leaf in self._leaves)
+
+    @property
+    def blank(self) -> Any:
+        """Outputs without any rows, of the shapes that these have."""
+        numbers = {id(leaf): number for number, leaf in enumerate(self._leaves)}
+
+        def without_rows(tensor: Tensor) -> Tensor:
+            if id(tensor) not in numbers:
+                return tensor
+            dim = self._dim_of_rows(tensor, self.rows, numbers[id(tensor)])
+            return tensor.detach().narrow(dim, 0, 0).clone()
+
+        return batches.apply(without_rows, self.outputs)
 
     def tape(self, scale: float) -> Tape:
         """The gradients of every record, from those that arrived at the outputs, times ``scale``.
@@ -50,9 +64,10 @@ class Pass:
             for leaf in self._leaves
         ]
         products = [(w * g).sum() for w, g in zip(self._watched, arrived, strict=True)]
-        args, kwargs, _ = self._batch
         total = torch.stack([product.float() for product in products]).sum()
-        return self._recorder.tape(self._forward, total, (args, kwargs, arrived))
+        dims = [self._dim_of_rows(g, self.rows, number) for number, g in enumerate(arrived)]
+        directions = [g.movedim(dim, 0) for g, dim in zip(arrived, dims, strict=True)]
+        return self._recorder.tape(self._forward, total, (*self._inputs, directions))
 
 
 class DeferredGradients:
@@ -66,7 +81,8 @@ class DeferredGradients:
 
     def __init__(self, module: nn.Module, *, batch_first: bool = True, check: bool = True) -> None:
         self.module = guards.checked(module)
-        self._row_dim = 0 if batch_first else 1
+        self.row_dim = 0 if batch_first else 1
+        self._output_dims: list[int | None] | None = None
         self._outputs: Any = None
         self._recorder = Recorder(self.module, self._row_values, 1, check)
         self.parameters = self._recorder.parameters
@@ -75,58 +91,77 @@ class DeferredGradients:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pass:
         """One forward pass over at least one row."""
-        exchanged_args, exchanged_kwargs = self._exchanged((args, dict(kwargs)))
-        batch: tuple[Any, Any, Any] = (exchanged_args, exchanged_kwargs, [])
-        rows = batches.rows(batch)
-        forward = self._recorder.forward(batch)
-        watched = [t for t in batches.tensors(self._outputs) if t.requires_grad]
+        inputs = self._exchanged((args, dict(kwargs)))
+        rows = batches.rows(inputs)
+        if self._output_dims is None:
+            self._output_dims = self._dims_that_grow(inputs, rows)
+        forward = self._recorder.forward((*inputs, []))
+        watched = _open_to_gradients(self._outputs)
         leaves = {id(t): t.detach().requires_grad_() for t in watched}
         outputs = batches.apply(lambda t: leaves.get(id(t), t), self._outputs)
         self._outputs = None
         own = [leaves[id(t)] for t in watched]
-        return Pass(outputs, rows, self._recorder, forward, batch, watched, own)
+        return Pass(outputs, rows, self._recorder, forward, inputs, watched, own, self._dim_of_rows)
 
     def _row_values(self, module: nn.Module, batch: Any) -> Tensor:
         """``Σ <output, direction>`` for every row: the given directions, or any, to learn where the records are."""
-        args, kwargs, directions = batch
-        args, kwargs = self._exchanged((args, kwargs))
+        *inputs, directions = batch
+        args, kwargs = self._exchanged((inputs[0], inputs[1]))
         outputs = self._outputs = module(*args, **kwargs)
-        rows = batches.rows(batch)
-        open_to_gradients = [t for t in batches.tensors(outputs) if t.requires_grad]
-        if not open_to_gradients:
+        rows = batches.rows(inputs)
+        opened = _open_to_gradients(outputs)
+        if not opened:
             raise InputError("the model returns no tensor that depends on its trainable parameters")
-        values = torch.zeros(rows, device=open_to_gradients[0].device)
-        for number, tensor in enumerate(open_to_gradients):
-            by_row = self._by_row(tensor, rows).flatten(1)
+        values = torch.zeros(rows, device=opened[0].device)
+        for number, tensor in enumerate(opened):
+            by_row = tensor.movedim(self._dim_of_rows(tensor, rows, number), 0).flatten(1)
             if directions:
-                direction = self._by_row(directions[number], rows).flatten(1)
+                direction = directions[number].flatten(1)
             else:
                 size = max(1, by_row.shape[1])
                 direction = (torch.linspace(0.5, 1.5, size) * (1 + number)).expand(rows, size)
             values = values + (by_row * direction.to(by_row)).sum(1)
         return values
 
-    def _by_row(self, tensor: Tensor, rows: int) -> Tensor:
-        """The output with its rows first; where they are is looked up by size."""
-        others = (dim for dim in range(tensor.ndim) if dim != self._row_dim)
-        for dim in (self._row_dim, *others):
-            if dim < tensor.ndim and tensor.shape[dim] == rows:
-                return tensor.movedim(dim, 0)
+    def _dims_that_grow(self, inputs: tuple[Any, Any], rows: int) -> list[int | None]:
+        """For every output, the dimension that grows from two rows to three: sizes alone may agree by chance."""
+
+        def sizes(count: int) -> list[torch.Size]:
+            index = torch.arange(count, device=batches.device(inputs)) % rows
+            args, kwargs = self._exchanged(batches.take(inputs, index))
+            with torch.enable_grad():
+                return [t.shape for t in _open_to_gradients(self.module(*args, **kwargs))]
+
+        with self._recorder.undisturbed():
+            two, three = sizes(2), sizes(3)
+        if len(two) != len(three):
+            return []
+        return [_grown(a, b) for a, b in zip(two, three, strict=True)]
+
+    def _dim_of_rows(self, tensor: Tensor, rows: int, number: int) -> int:
+        """Which dimension of an output counts rows."""
+        known = self._output_dims or []
+        likely = known[number] if number < len(known) else None
+        others = (dim for dim in range(tensor.ndim) if dim != self.row_dim)
+        for dim in (likely, self.row_dim, *others):
+            if dim is not None and dim < tensor.ndim and tensor.shape[dim] == rows:
+                return dim
         raise InputError(
             f"every output must have one entry a row: {rows} rows went in, an output of shape {tuple(tensor.shape)} "
-            "came out. A model that sums or averages over the batch couples records: the guarantee would not hold"
+            "came out. A model that sums or averages over the batch (one that computes its loss, too) couples "
+            "records: the guarantee would not hold. Return one entry a row and compute the loss in the loop"
         )
 
-    def _exchanged(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _exchanged(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Where rows are the second dimension, they change places with the first; twice is as before."""
-        if self._row_dim == 0:
-            return batch
-        args, kwargs = batches.apply(lambda t: t.transpose(0, 1) if t.ndim > 1 else t, batch)
+        if self.row_dim == 0:
+            return inputs
+        args, kwargs = batches.apply(lambda t: t.transpose(0, 1) if t.ndim > 1 else t, inputs)
         return args, kwargs
 
 
 class TapedGradients:
-    """Tapes of physical batches as if they were one batch: what `Mechanism.release_gradient_of_parts` asks."""
+    """Tapes of physical batches as if they were one batch: what a `GradientSum` asks."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = dict(parameters)
@@ -137,3 +172,14 @@ class TapedGradients:
         places = torch.arange(batch.records, device=norms.device)
         weights = torch.where(norms.isfinite(), weigh(norms, places).to(norms), 0.0)
         return Gradients(norms, batch.weighted_sum(weights))
+
+
+def _open_to_gradients(outputs: Any) -> list[Tensor]:
+    return [tensor for tensor in batches.tensors(outputs) if tensor.requires_grad]
+
+
+def _grown(two: torch.Size, three: torch.Size) -> int | None:
+    if len(two) != len(three):
+        return None
+    grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=True)) if (a, b) == (2, 3)]
+    return grown[0] if grown else None

@@ -122,7 +122,7 @@ class Recorder:
         self.prepare(batch)
         self._passes += 1
         if self._check and _is_power_of_two(self._passes):  # the first batch may not show all
-            with self._undisturbed():
+            with self.undisturbed():
                 self._probe_ownership(batch)
                 self._compare_with_autograd(self._several(batch, real))
 
@@ -131,7 +131,7 @@ class Recorder:
         if self._ready:
             return
         few = self._few(batch)
-        with self._undisturbed():
+        with self.undisturbed():
             self._plan = self._make_plan(few)
             self._require_gradients(few)
         self._ready = True
@@ -146,7 +146,7 @@ class Recorder:
             return self._record(rolled).norms().roll(-shift)
 
         self.prepare(batch)
-        with self._undisturbed(), without_dropout(self.module):
+        with self.undisturbed(), without_dropout(self.module):
             in_order = norms(0)
             return any(
                 not torch.equal(norms(shift).nan_to_num(), in_order.nan_to_num())
@@ -209,7 +209,7 @@ class Recorder:
             if not surprises:
                 return watch, losses
             if attempt == 0:
-                with self._undisturbed():
+                with self.undisturbed():
                     self._plan = merge(self._plan, self._make_plan(self._few(batch)))
             else:
                 self._plan |= dict.fromkeys(surprises, Beyond("it is called for some records only"))
@@ -346,7 +346,7 @@ class Recorder:
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
+    def undisturbed(self) -> Iterator[None]:
         """Looking around leaves no trace: neither in the random stream nor in the buffers."""
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         with torch.random.fork_rng():
