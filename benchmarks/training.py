@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,8 @@ def chosen_lr(results: Results, setting: Setting, system: System, deadline: floa
     """The learning rate with the best validation accuracy; Opacus takes that of the DP-SGD it equals."""
     if system.method == "opacus":
         system = next(s for s in SYSTEMS if s.name == "dp-sgd B")
+    if len(setting.grid) == 1:
+        return setting.grid[0]
     tried = [
         results.run(Cell(setting, system, lr, 100, "validation"), deadline) for lr in setting.grid
     ]
@@ -306,7 +308,7 @@ _FIELDS = ("accuracy", "gradient_evaluations", "wall_seconds", "peak_mib")
 
 def _test_rows(results: Results, setting: Setting, system: System) -> Iterator[dict[str, Any]]:
     for row in results.rows.values():
-        same = row["setting"]["data"] == setting.data and row["setting"]["model"] == setting.model
+        same = all(row["setting"][f] == getattr(setting, f) for f in ("data", "model", "epochs"))
         if same and row["system"]["name"] == system.name and row["measured_on"] == "test":
             yield row
 
@@ -322,6 +324,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["scatter-linear", "scatter-cnn"])
     parser.add_argument("--systems", nargs="*", default=[system.name for system in SYSTEMS])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, help="instead of the setting's: for times alone")
     parser.add_argument("--budget-minutes", type=float, default=float("inf"))
     parser.add_argument("--report", action="store_true", help="print the table, run nothing")
     parser.add_argument("--json", action="store_true", help="one object a row")
@@ -331,6 +334,8 @@ def main() -> None:
         print(json.dumps(run_cell(cell_from_json(arguments.cell))))
         return
     settings = [s for s in SETTINGS if s.data in arguments.data and s.model in arguments.models]
+    if arguments.epochs is not None:  # accuracy does not matter: one learning rate is enough
+        settings = [replace(s, epochs=arguments.epochs, grid=s.grid[:1]) for s in settings]
     systems = [s for s in SYSTEMS if s.name in arguments.systems]
     results = Results(arguments.results)
     if not arguments.report:
