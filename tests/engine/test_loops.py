@@ -235,7 +235,7 @@ def test_prefetching_uniform_sampling_changes_no_bit(workers: str, steps: int | 
 @pytest.mark.slow
 def test_prefetched_batches_are_weighed_by_what_they_were_drawn_with(without_noise: None):
     loop = private(k=1.0, loader={"num_workers": 2, "prefetch_factor": 2}, noise_multiplier=0.5)
-    records, labels = data()[:]
+    records, _ = data()[:]
     for _ in range(2):
         for inputs, targets in loop.loader:
             draw = loop.session._current.draw

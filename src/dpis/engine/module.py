@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class PrivateModule(nn.Module):
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
                 " Train the model that make_private returned; call eval() on the copy to evaluate it"
             )
-        return watched_outputs(session.run(args, kwargs))
+        return watched_outputs(_uncompiled(session.run)(args, kwargs))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -53,3 +55,11 @@ class PrivateModule(nn.Module):
         if session is not None:
             session.close()
         return self._module
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run as it is written where this module itself was compiled: compiled graphs cannot be watched."""
+    if "torch._dynamo" not in sys.modules:
+        return function  # nothing was compiled, and the import would take seconds
+    as_written: Callable[..., Any] = torch.compiler.disable(function)
+    return as_written
