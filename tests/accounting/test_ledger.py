@@ -69,7 +69,7 @@ def test_only_what_is_public_stands_in_a_ledger(tmp_path):
     lines = [json.loads(line) for line in write(tmp_path / "l.jsonl").read_text().splitlines()]
     assert set(lines[0]) == {
         "type", "format", "claim", "adjacency", "n_public", "n_public_source", "mode", "planned", "filter_order",
-        "versions", "seeded", "diagnostics", "norms", "chain",
+        "versions", "seeded", "diagnostics", "norms", "unit", "chain",
     }  # fmt: skip
     assert all(set(line) == {"type", "index", "label", "event", "chain"} for line in lines[1:-1])
     assert set(lines[-1]) == {"type", "events", "model_sha256", "chain"}

@@ -281,7 +281,11 @@ IMAGES = np.arange(4 * 2 * 2, dtype=np.uint8).reshape(4, 2, 2)
 
 def test_images_with_classes(tmp_path: Path) -> None:
     path = arrays(tmp_path, images=IMAGES, labels=np.array([0, 1, 2, 1]), user_ids=[5, 5, 7, 8])
-    raw = open_records(path, schema=Schema.from_flags(classes="cat,dog,cow"))
+    with pytest.raises(InputError, match="what is to be protected was not said"):
+        open_records(path, schema=Schema.from_flags(classes="cat,dog,cow"))
+    schema = Schema.from_flags(classes="cat,dog,cow", user_column="user_ids")
+    raw = open_records(path, schema=schema)
+    assert raw.image_shape == IMAGES.shape[1:]
     assert (raw.columns_to_release, raw.private_notes, len(raw)) == ((), (), 4)
     assert raw.bucket_counts().shape == (0, CELLS)
     found = raw.encode()

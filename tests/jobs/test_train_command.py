@@ -167,29 +167,30 @@ def test_images_of_the_users_own_are_scattered(tmp_path, capsys):
         "2",
         *QUICK,
         "--epsilon",
-        "8",
+        "100",
         "--out",
         str(out),
         "--json",
     ]
     assert main(command) == 0
     assert last_line(capsys)["test_accuracy"] > 0.8
+    assert json.loads((out / "summary.json").read_text())["recipe"]["model"] == "scatter-linear"
     program = (
         "import sys, numpy as np; sys.modules['dpis'] = None; import model; "
         "x = np.load('../images.npz')['x'][:50]; "
-        "print(model.load()(model.preprocess(x)).argmax(1).tolist())"
+        "import json; print(json.dumps(model.decode(model.load()(model.preprocess(x)))))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=out, capture_output=True, text=True, check=True
     )
     assert main(["predict", str(out), "images.npz", "--json"]) == 0
-    predictions = [int(name) for name in json.loads(capsys.readouterr().out)]
-    assert json.loads(done.stdout) == predictions[:50]
+    assert json.loads(done.stdout) == json.loads(capsys.readouterr().out)[:50]
 
 
 def test_sgd_says_that_it_is_not_private(table, capsys):
     drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
-    assert main(declared(table, *drop, "--method", "sgd")) == 0
+    quick = ["--epochs", "1", "--batch-size", "50", "--method", "sgd"]
+    assert main(["train", str(table), *DECLARED, *drop, *quick]) == 0
     assert "NOT PRIVATE" in capsys.readouterr().out
     assert not Path("runs/1/ledger.jsonl").exists()
 
@@ -300,6 +301,19 @@ def bad_commands(table):
         "a folder in use": (declared(table, *target, "--out", "."), "not empty"),
         "release of n without a guess": (declared(table, *target, "--release-n"), "n_public"),
         "columns of a named set": (["train", "--target", "label"], "needs none"),
+        "a learning rate of nan": (declared(table, *target, "--lr", "nan"), "--lr must be"),
+        "an option without effect": (
+            declared(table, *target, "--method", "dp-sgd", "--k", "2"),
+            "--k has no effect on dp-sgd",
+        ),
+        "the training file to measure on": (
+            declared(table, *target, "--eval-data", str(table)),
+            "--eval-data is the training file",
+        ),
+        "rows of users without users": (
+            declared(table, *target, "--max-rows-per-user", "3"),
+            "give --user-column",
+        ),
         "ema of 2": (declared(table, *target, "--ema", "2"), "ema must lie"),
     }
 
@@ -327,3 +341,59 @@ def test_a_folder_that_cannot_be_written(table, capsys):
 def test_runs_without_a_model_cannot_be_used(capsys):
     assert "no finished run" in error_of(capsys, ["evaluate", "nowhere"])
     assert "no finished run" in error_of(capsys, ["predict", "nowhere", "x.csv"])
+
+
+# ── what travels with a model ────────────────────────────────────────────────────────────────────────
+
+
+def test_the_plain_preprocessing_says_what_the_package_says(tmp_path):
+    from dpis.data.records import encode_features, open_records
+    from dpis.data.schema import Schema
+    from dpis.jobs.pipeline import Pipeline
+
+    cells = ["3.0", " 3 ", "3", "007", "NA", "inf", "-inf", "", "nan", "1e400", "-7", "red", "250"]
+    rows = [[cell, cell, "a"] for cell in cells]
+    path = tmp_path / "odd.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["size", "grade", "y"], *rows])
+    schema = Schema.from_flags(
+        target="y", bounds=["size=-5:100"], categories=["grade=3,7,red"], classes="a,b"
+    )
+    made = open_records(path, schema=schema).encode()
+    scope = {"torch": torch}
+    exec(Pipeline(made.preprocessing, scattered=False).source(), scope)
+    found = scope["preprocess"]([{"size": c, "grade": c} for c in cells])
+    assert torch.equal(found, encode_features(path, made.preprocessing))
+    assert scope["decode"](torch.tensor([[0.0, 1.0]])) == ["b"]
+    assert scope["preprocess"]([{}]).tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0, 1.0]]
+
+
+def test_a_model_file_cannot_run_code():
+    from dpis.errors import InputError
+    from dpis.training.model_file import build
+
+    for evil in (
+        "torch.os.system('x')",
+        "nn.Linear.__init__",
+        "nn.modules.linear.torch.os.system('x')",
+    ):
+        with pytest.raises(InputError):
+            build(evil)
+
+
+def test_what_was_confirmed_public_is_said(table, capsys):
+    flags = [
+        "--categories",
+        "colour=from-data",
+        "--drop",
+        "who",
+        "--drop",
+        "score",
+        "--target",
+        "sick",
+    ]
+    bounds = ["--bounds", "age=0:100", "--bounds", "income=0:100000", "--classes", "from-data"]
+    assert main(["train", str(table), *flags, *bounds, *QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert "categories of colour are public" in shown
+    assert "classes of sick are public" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ class ShakenTensors(TensorDataset):
     [(Shaken(), "dpis-adaptive"), (ShakenTensors(*points().tensors), "dpis")],
 )
 def test_random_transforms_resume_bit_by_bit(tmp_path: Path, dataset: Any, method: str) -> None:
-    settings = {"dataset": dataset, "held_out": dataset, "method": method}
+    settings = {"dataset": dataset, "held_out": copy.copy(dataset), "method": method}
     whole = fit(tmp_path / "whole", **settings)
     with pytest.raises(Crash):
         fit(tmp_path / "run", **settings, progress=crash_at(6))
@@ -384,3 +385,21 @@ def test_what_makes_no_records_is_refused(
     with pytest.raises(InputError, match=message):
         fit(tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_collate_function_that_mixes_rows_is_refused(tmp_path: Path) -> None:
+    def standardised(items: list[Any]) -> tuple[Tensor, Tensor]:
+        inputs, targets = torch.utils.data.default_collate(items)
+        return (inputs - inputs.mean(0)) / (inputs.std(0) + 1), targets
+
+    with pytest.raises(CouplingError, match="collate_fn mixes rows"):
+        fit(tmp_path / "run", collate_fn=standardised)
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_data_is_not_held_out_data(tmp_path: Path) -> None:
+    data = points()
+    views = TensorDataset(*(tensor[:10] for tensor in data.tensors))
+    for held_out in (data, views):
+        with pytest.raises(InputError, match="held_out is the training data"):
+            fit(tmp_path / "run", dataset=data, held_out=held_out)

@@ -245,7 +245,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         {"dataset": TensorDataset(*(torch.cat([t, t[:1]]) for t in points().tensors))},
         "the data or its order",
     ),
-    "users": ({"user_ids": list(range(64))}, "the data or its order"),
+    "users": ({"user_ids": list(range(64))}, "protect users"),
     "epsilon": ({"epsilon": 5.0}, "epsilon: 4.0, now 5.0"),
     "kappa": ({"kappa": 0.5}, "kappa: None, now 0.5"),
     "epochs": ({"epochs": 3}, "epochs: 2, now 3"),

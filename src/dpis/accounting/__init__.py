@@ -23,6 +23,7 @@ from dpis.accounting.ledger import (
     Ledger,
     Mode,
     Norms,
+    Unit,
     read_ledger,
 )
 from dpis.accounting.ledger_writer import LedgerWriter
@@ -55,6 +56,7 @@ __all__ = [
     "PredeclaredPlan",
     "Release",
     "RenyiFilter",
+    "Unit",
     "Verdict",
     "Workload",
     "adaptive_step",

@@ -57,6 +57,16 @@ class Norms(StrEnum):
     """The shapes followed the batches (a padding to the longest, a loop that is not ours): rounding may differ."""
 
 
+class Unit(StrEnum):
+    """Who is protected: what two adjacent data sets differ in."""
+
+    RECORD = "record"
+    """One row of the data."""
+
+    USER = "user"
+    """One user with all of their rows; one row more or less of a user who stays is another matter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """The first line: the claim, and what a reader needs to check it."""
@@ -77,6 +87,8 @@ class Header:
     """Private values were shown to the operator: not for release."""
     norms: Norms = Norms.FIXED_SHAPE
     """Rule 19: whether the rounding of a norm can depend on other records."""
+    unit: Unit = Unit.RECORD
+    """Who is protected; n_public counts these."""
 
     def __post_init__(self) -> None:
         adaptive, released = (
@@ -168,6 +180,7 @@ def header_body(header: Header) -> dict[str, Any]:
         "seeded": header.seeded,
         "diagnostics": header.diagnostics,
         "norms": header.norms.value,
+        "unit": header.unit.value,
     }
 
 
@@ -185,6 +198,7 @@ _HEADER_FIELDS: dict[str, type | tuple[type, ...]] = {
     "seeded": bool,
     "diagnostics": bool,
     "norms": str,
+    "unit": str,
 }
 _EVENT_FIELDS: dict[str, type | tuple[type, ...]] = {
     "type": str,
@@ -226,6 +240,7 @@ def _header_from_body(body: Mapping[str, Any]) -> Header:
         seeded=body["seeded"],
         diagnostics=body["diagnostics"],
         norms=Norms(body["norms"]),
+        unit=Unit(body["unit"]),
     )
 
 

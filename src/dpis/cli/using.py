@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]
+Delimiter = Annotated[str | None, typer.Option(help="CSV: between cells.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
 
 
@@ -23,13 +24,14 @@ def evaluate(
             help="A data set by name, or a file with targets. [default: the test part of what it was trained on]",
         ),
     ] = None,
+    delimiter: Delimiter = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How good is a finished model on this data?"""
     from dpis.jobs import evaluate_run
 
-    metrics = evaluate_run(run, data, device)
+    metrics = evaluate_run(run, data, device, delimiter)
     if as_json:
         typer.echo(json.dumps(metrics))
         return
@@ -43,6 +45,7 @@ def predict(
     data: Annotated[
         str, typer.Argument(metavar="FILE", help=".csv, .npz or .pt, as it was trained on.")
     ],
+    delimiter: Delimiter = None,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="Write there instead of printing.")] = None,
     as_json: Annotated[
@@ -53,7 +56,7 @@ def predict(
     from dpis.jobs import predict_file
     from dpis.training.files import write_whole
 
-    predictions = predict_file(run, data, device)
+    predictions = predict_file(run, data, device, delimiter)
     text = json.dumps(predictions) + "\n" if as_json else _column(predictions)
     if out is None:
         typer.echo(text, nl=False)

@@ -41,7 +41,8 @@ def describe(verdict: Verdict) -> str:
     planned = sum(run.count for run in header.planned)
     of_plan = f" of {planned:,} planned" if header.mode is Mode.PREDECLARED else ""
     lines += [
-        f"  claim      {claim}, {header.adjacency} adjacency, n_public {header.n_public:,} ({header.n_public_source})",
+        f"  claim      {claim} for one {header.unit}, {header.adjacency} adjacency",
+        f"  n_public   {header.n_public:,} ({header.n_public_source})",
         f"  mode       {header.mode}",
         f"  events     {len(verdict.ledger.entries):,}{of_plan}",
         f"  epsilon    {verdict.epsilon_spent:.6g} recomputed for what was released, "

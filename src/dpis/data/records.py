@@ -94,6 +94,10 @@ class RawTable:
         return self.target.task
 
     @property
+    def image_shape(self) -> None:
+        """The rows of a table are no images."""
+
+    @property
     def columns_to_release(self) -> tuple[str, ...]:
         """Numeric columns without declared bounds."""
         return tuple(column for column in self.columns if isinstance(column, str))
@@ -164,6 +168,12 @@ class RawArrays:
     def user_ids(self) -> NDArray[np.int64] | None:
         """``[N]``, users numbered from 0 in order of first appearance."""
         return self.encoded.user_ids
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """The shape of a record, if it can be an image."""
+        shape = tuple(self.encoded.features.shape[1:])
+        return shape if len(shape) in (2, 3) else None
 
     @property
     def columns_to_release(self) -> tuple[str, ...]:
@@ -429,6 +439,11 @@ def _open_arrays(
     path: Path, schema: Schema, release_scale: bool, delimiter: str | None
 ) -> RawArrays:
     arrays = read_arrays(path, target=schema.target, user_column=schema.user_column)
+    if arrays.user_ids is not None and schema.user_column is None:
+        raise InputError(
+            f"{path} holds user_ids, and what is to be protected was not said: users with all of their rows "
+            "(--user-column user_ids), or rows (remove the array)"
+        )
     name = arrays.target_name
     targets = arrays.required_targets()
     misplaced = [column for column in (*schema.bounds, *schema.categories) if column != name]

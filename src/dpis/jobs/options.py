@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dpis.errors import InputError
+from dpis.mechanism import Method
 
 SAMPLE = "fmnist-sample"
 
@@ -20,22 +22,22 @@ class JobOptions:
     method: str = "dpis"
     model: str | None = None
     # the promise
-    epsilon: float = 3.0
-    delta: float = 1e-5
+    epsilon: float | None = None
+    delta: float | None = None
     n_public: int | None = None
     release_n: bool = False
-    accountant: str = "pld"
+    accountant: str | None = None
     # sampling
     epochs: int | None = None
     batch_size: int | None = None
     kappa: str | None = None
     equivalent_batch: float | None = None
-    k: float = 5.0
-    g_l: float = 0.05
-    contribution: str = "weight"
-    a_e: float = 0.8
-    norm_sum: str = "full-pass"
-    decay_rate: float = 0.005
+    k: float | None = None
+    g_l: float | None = None
+    contribution: str | None = None
+    a_e: float | None = None
+    norm_sum: str | None = None
+    decay_rate: float | None = None
     # clipping
     clip_norm: str | None = None
     c_star: float | None = None
@@ -56,7 +58,7 @@ class JobOptions:
     release_scale: bool = False
     delimiter: str | None = None
     eval_data: str | None = None
-    eval_share: float = 0.1
+    eval_share: float | None = None
     user_column: str | None = None
     max_rows_per_user: int | None = None
     # the run
@@ -66,12 +68,33 @@ class JobOptions:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.eval_share < 1:
+        if self.eval_share is not None and not 0 < self.eval_share < 1:
             raise InputError(
                 f"--eval-share must lie strictly between 0 and 1, found {self.eval_share:g}"
             )
-        if self.max_rows_per_user is not None and self.user_column is None:
-            raise InputError("--max-rows-per-user needs --user-column")
+        if self.eval_share is not None and (
+            self.eval_data is not None or not is_file(self.dataset)
+        ):
+            raise InputError(
+                "--eval-share holds records out of your file: it would have no effect here"
+            )
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
+            raise InputError(f"--lr must be a finite number above 0, found {self.lr!r}")
+        self._refuse_what_the_method_ignores(Method.parse(self.method))
+
+    def _refuse_what_the_method_ignores(self, method: Method) -> None:
+        """An option that would have no effect is an error: silence would be taken for consent."""
+        for names, used in (
+            (("k", "g_l"), method.by_importance),
+            (("a_e", "norm_sum"), method is Method.DPIS_ADAPTIVE),
+            (("decay_rate",), method is Method.DP_SGD_DECAY),
+            (("accountant",), method.private and method is not Method.DPIS_ADAPTIVE),
+            (("epsilon", "delta", "clip_norm", "contribution"), method.private),
+        ):
+            for name in names:
+                if getattr(self, name) is not None and not used:
+                    flag = "--" + name.replace("_", "-")
+                    raise InputError(f"{flag} has no effect on {method}: leave it out")
 
     def as_json(self) -> dict[str, Any]:
         """For the secret checkpoint; paths are made absolute, so that a resumed job finds its data anywhere."""

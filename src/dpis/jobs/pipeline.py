@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from dpis.data.preprocessing import (
     TablePreprocessing,
     preprocessing_from_json,
 )
+from dpis.data.targets import ClassTarget
+from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
 from dpis.features.standalone import scattering_source
+from dpis.jobs import plain_table
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image."""
@@ -55,10 +59,12 @@ class Pipeline:
         return cls(preprocessing_from_json(data["records"]), bool(data["scattered"]))
 
     def source(self) -> str:
-        """Python that defines ``preprocess``, given torch and nn alone."""
+        """Python that defines ``preprocess`` and ``decode``, given torch and nn alone."""
         if isinstance(self.preprocessing, TablePreprocessing):
-            return _TABLE_SOURCE.format(columns=json.dumps(self.preprocessing.to_json()["columns"]))
-        return self._array_source(self.preprocessing)
+            inputs = _table_source(self.preprocessing.to_json()["columns"])
+        else:
+            inputs = self._array_source(self.preprocessing)
+        return inputs.rstrip("\n") + "\n" + _decode_source(self.preprocessing)
 
     def _array_source(self, arrays: ArrayPreprocessing) -> str:
         shape = list(arrays.record_shape)
@@ -76,41 +82,44 @@ class Pipeline:
         return (scattering_source() if self.scattered else "") + "\n\n" + function + "\n"
 
 
-_TABLE_SOURCE = '''
-import json
-import math
-
-COLUMNS = json.loads(r"""{columns}""")
-
-
-def preprocess(rows):
-    """Rows as dictionaries from column to text or number, as the network takes them."""
-    values = [[features(column, row.get(column["name"], "")) for column in COLUMNS] for row in rows]
-    return torch.tensor([sum(row, []) for row in values])
+def _table_source(columns: object) -> str:
+    """`plain_table` with its columns filled in, without the sentence about itself."""
+    body = inspect.getsource(plain_table).partition('"""\n\n')[2]
+    given = f"COLUMNS: list[dict[str, Any]] = json.loads({json.dumps(columns)!r})"
+    return "\nimport json\n" + body.replace("COLUMNS: list[dict[str, Any]] = []", given, 1)
 
 
-def features(column, value):
-    """A number scaled to [-1, 1] and whether it is missing; or a category as one 1 among zeros, others last."""
-    if "bounds" in column:
-        low, high = column["bounds"]
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if math.isnan(number):
-            return [0.0, 1.0]
-        number = min(max(number, low), high)
-        return [2 * (number - low) / (high - low) - 1, 0.0]
-    places = {{name: place for place, name in enumerate(column["categories"])}}
-    chosen = places.get(str(value).strip(), len(places))
-    return [float(place == chosen) for place in range(len(places) + 1)]
-'''
+def _decode_source(preprocessing: Preprocessing) -> str:
+    """Python that defines ``decode``: outputs as class names, or as numbers in the target's units."""
+    target = preprocessing.target
+    if isinstance(target, ClassTarget):
+        return _DECODE_CLASSES.format(classes=json.dumps(list(target.classes)))
+    low, high = target.low, target.high
+    middle, half = low / 2 + high / 2, high / 2 - low / 2
+    return _DECODE_NUMBERS.format(low=low, high=high, middle=middle, half=half)
+
+
+_DECODE_CLASSES = """
+
+CLASSES = {classes}
+
+
+def decode(outputs):
+    \"\"\"The name of the class with the largest output, for every record.\"\"\"
+    return [CLASSES[place] for place in outputs.argmax(1).tolist()]
+"""
+
+_DECODE_NUMBERS = """
+
+def decode(outputs):
+    \"\"\"The predicted number in the units of the target, for every record.\"\"\"
+    values = {middle!r} + {half!r} * outputs.detach().double().reshape(len(outputs))
+    return values.clamp({low!r}, {high!r}).tolist()
+"""
 
 
 def to_device(name: str) -> torch.device:
     """A device by name; ``auto`` is a GPU of CUDA if there is one."""
-    from dpis.errors import InputError
-
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,11 @@ class Source(ABC):
         """How many records (users) there are to train on. Private."""
 
     @property
+    def user_level(self) -> bool:
+        """Whether a record is a user with all of their rows."""
+        return False
+
+    @property
     @abstractmethod
     def image_shape(self) -> tuple[int, ...] | None:
         """The shape of one image; None for tables."""
@@ -79,6 +85,11 @@ class Source(ABC):
     @abstractmethod
     def encode(self, mechanism: Mechanism | None) -> Encoded:
         """Tensors. Without a mechanism a rehearsal: with made-up bounds, to find errors before anything is spent."""
+
+    @property
+    def public_by_confirmation(self) -> tuple[str, ...]:
+        """What the user said is public although it was read from the data."""
+        return ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -124,12 +135,18 @@ class FileSource(Source):
 
     def __init__(self, options: JobOptions, key: Key) -> None:
         self._options = options
+        self._eval_share = 0.1 if options.eval_share is None else options.eval_share
         self._raw: RawRecords = open_records(
             options.dataset,
             schema=_schema(options),
             release_scale=options.release_scale,
             delimiter=options.delimiter,
         )
+        if options.eval_data is not None and _same_file(options.dataset, options.eval_data):
+            raise InputError(
+                "--eval-data is the training file: its accuracy would be a private value, published without noise. "
+                "Name another file, or leave it out to hold records out by coins"
+            )
         self._train, self._held_out = self._split(key)
         if not len(self._train):
             raise InputError(f"{options.dataset} leaves no record to train on")
@@ -137,7 +154,7 @@ class FileSource(Source):
         if columns:
             self.releases = (Release(SCALE, SCALE_NOISE_MULTIPLIER),)
         self.held_out = (
-            f"about {options.eval_share:.0%} of your records, held out by coins"
+            f"about {self._eval_share:.0%} of your records, held out by coins"
             if options.eval_data is None
             else "your evaluation file"
         )
@@ -148,7 +165,7 @@ class FileSource(Source):
             return np.arange(rows), np.arange(0)
         units = rows if users is None else (int(users.max()) + 1 if rows else 0)
         coins = key.stream("split", 0).uniforms(units)
-        return split_by_coins(rows, self._options.eval_share, coins, users)
+        return split_by_coins(rows, self._eval_share, coins, users)
 
     @property
     def population(self) -> int:
@@ -157,11 +174,20 @@ class FileSource(Source):
         return len(self._train) if users is None else len(np.unique(users[self._train]))
 
     @property
+    def user_level(self) -> bool:
+        """By the user column that was named."""
+        return self._raw.user_ids is not None
+
+    @property
     def image_shape(self) -> tuple[int, ...] | None:
         """The shape of a record of arrays, if it can be an image."""
-        arrays = getattr(self._raw, "arrays", None)
-        shape = () if arrays is None else tuple(arrays.features.shape[1:])
-        return shape if len(shape) in (2, 3) else None
+        return self._raw.image_shape
+
+    @property
+    def public_by_confirmation(self) -> tuple[str, ...]:
+        """Categories and classes read by `from-data`."""
+        columns = len(self._raw.columns_to_release)
+        return self._raw.encode([(-1.0, 1.0)] * columns).public_by_confirmation
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -198,6 +224,10 @@ class FileSource(Source):
             return bounds_from_counts(self._raw.bucket_counts(self._train), 0.0)
         noisy = mechanism.release(SCALE, self._raw.bucket_counts(self._train), reach)
         return bounds_from_counts(noisy, APPLIED_NOISE * SCALE_NOISE_MULTIPLIER * reach)
+
+
+def _same_file(a: str, b: str) -> bool:
+    return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
 
 
 def open_source(options: JobOptions, key: Key) -> Source:

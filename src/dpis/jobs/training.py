@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -26,6 +26,8 @@ from dpis.training.evaluation import METRICS
 from dpis.training.files import RunFolder, next_run_folder
 from dpis.training.model_file import describe
 from dpis.training.progress import Reporter
+
+T = TypeVar("T")
 
 MAX_ROWS_PER_USER = 8
 CLIP_STEPS = 100.0
@@ -85,6 +87,8 @@ class _Job:
         kind = model_kind(options.model or _default_model(source))
         if kind.scattered and source.image_shape is None:
             raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
+        if options.max_rows_per_user is not None and not source.user_level:
+            raise InputError("--max-rows-per-user has no effect without users: give --user-column")
         config = _config(options, self._method, kind, source)
         task = self._task(
             source.encode(None), kind, config
@@ -109,11 +113,13 @@ class _Job:
         options = self._options
         recipe = {
             "job": options.as_json(),
-            "user_level": options.user_column is not None,
             "public": _public_recipe(options, source),
+            "public_by_confirmation": list(source.public_by_confirmation),
         }
         path = Path(options.out) if options.out is not None else next_run_folder(Path("runs"))
-        run_options = RunOptions(diagnostics=options.diagnostics, recipe=recipe)
+        run_options = RunOptions(
+            diagnostics=options.diagnostics, user_level=source.user_level, recipe=recipe
+        )
         return Run.start(path, config, source.population, self._key, run_options)
 
     def _task(self, encoded: Encoded, kind: ModelKind, config: Config) -> Task:
@@ -129,7 +135,7 @@ class _Job:
         records = Records(
             TensorDataset(inputs, encoded.targets),
             user_ids=encoded.user_ids,
-            max_rows_per_user=(options.max_rows_per_user or MAX_ROWS_PER_USER)
+            max_rows_per_user=_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
             if encoded.user_ids is not None
             else 1,
             device=self._device,
@@ -164,6 +170,10 @@ def _column_squared_error(output: Any, target: Any) -> Any:
     return (output.reshape(len(target), -1).mean(1) - target).square()
 
 
+def _or(said: T | None, default: T) -> T:
+    return default if said is None else said
+
+
 def _default_model(source: Source) -> str:
     shape = source.image_shape
     return "mlp" if shape is None or min(shape[-2:]) < 8 else "scatter-linear"
@@ -177,8 +187,8 @@ def _config(options: JobOptions, method: Method, kind: ModelKind, source: Source
         batch_size = default_batch_size(n_public)
     return Config(
         method=method,
-        epsilon=options.epsilon,
-        delta=options.delta,
+        epsilon=_or(options.epsilon, 3.0),
+        delta=_or(options.delta, 1e-5),
         n_public=n_public,
         n_public_source=CountSource.DATASET_LENGTH
         if options.n_public is None
@@ -187,15 +197,15 @@ def _config(options: JobOptions, method: Method, kind: ModelKind, source: Source
         epochs=DEFAULT_EPOCHS if options.epochs is None else options.epochs,
         kappa=options.kappa,
         equivalent_batch=options.equivalent_batch,
-        headroom=options.k,
-        floor=options.g_l,
-        contribution=Contribution.parse(options.contribution),
+        headroom=_or(options.k, 5.0),
+        floor=_or(options.g_l, 0.05),
+        contribution=Contribution.parse(_or(options.contribution, "weight")),
         clip_norm=clip_norm,
         clipping=clipping,
-        a_e=options.a_e,
-        norm_sum=NormSum.parse(options.norm_sum),
-        decay_rate=options.decay_rate,
-        accountant=Accountant.parse(options.accountant),
+        a_e=_or(options.a_e, 0.8),
+        norm_sum=NormSum.parse(_or(options.norm_sum, "full-pass")),
+        decay_rate=_or(options.decay_rate, 0.005),
+        accountant=Accountant.parse(_or(options.accountant, "pld")),
         releases=source.releases if method.private else (),
         release_n=options.release_n,
     )

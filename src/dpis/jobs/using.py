@@ -57,42 +57,51 @@ class FinishedRun:
         return load_weights(self._path, module).to(self.device)
 
 
-def evaluate_run(path: Path, data: str | None = None, device: str = "auto") -> dict[str, float]:
+def evaluate_run(
+    path: Path, data: str | None = None, device: str = "auto", delimiter: str | None = None
+) -> dict[str, float]:
     """Measure a finished model on a data set by name (its test part), or on a file with targets.
 
     Args:
         path: the run's folder.
         data: None: the test part of the data set it was trained on.
         device: where to compute.
+        delimiter: between the cells of a table; None: as its header shows.
     """
     run = FinishedRun(path, device)
-    features, targets = _evaluation_data(run, data)
+    features, targets = _evaluation_data(run, data, delimiter)
     inputs = run.pipeline.inputs(features)
     metric = "accuracy" if run.card.task == "classification" else "squared_error"
     held_out = HeldOut(TensorDataset(inputs, targets), {metric: METRICS[metric]})
     return evaluate(run.model(inputs), held_out, run.device)
 
 
-def _evaluation_data(run: FinishedRun, data: str | None) -> tuple[Tensor, Tensor]:
+def _evaluation_data(
+    run: FinishedRun, data: str | None, delimiter: str | None
+) -> tuple[Tensor, Tensor]:
     if data is not None and is_file(data):
-        made = encode_evaluation(data, run.pipeline.preprocessing)
+        made = encode_evaluation(data, run.pipeline.preprocessing, delimiter=delimiter)
         return made.features, made.targets
     name = run.summary["recipe"].get("data") if data is None else data
     if not isinstance(name, str) or " " in name:
         raise InputError(
             "this model was trained on a file of your own: name a file with targets to measure it on"
         )
+    if not getattr(run.pipeline.preprocessing, "divide_by_255", False):
+        raise InputError(f"this model was not trained on pixels from 0 to 255, as {name} has them")
     images = load_sample() if name == SAMPLE else load(name)
     if images.classes != run.card.classes:
         raise InputError(f"{name} has other classes than this model was trained on")
     return images.test_images.float() / 255, images.test_labels
 
 
-def predict_file(path: Path, data: str, device: str = "auto") -> list[str] | list[float]:
+def predict_file(
+    path: Path, data: str, device: str = "auto", delimiter: str | None = None
+) -> list[str] | list[float]:
     """One prediction for every record of a file, in its order: a class, or a number in the target's units."""
     run = FinishedRun(path, device)
     preprocessing = run.pipeline.preprocessing
-    features = encode_features(data, preprocessing)
+    features = encode_features(data, preprocessing, delimiter=delimiter)
     if not len(features):
         return []
     inputs = run.pipeline.inputs(features)

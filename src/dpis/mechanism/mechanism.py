@@ -295,7 +295,7 @@ class Mechanism:
         self.step += 1
         self.steps_left -= 1
         if not self.plan.config.method.private:
-            return {name: v / self.plan.workload.batch_size for name, v in total.sums.items()}
+            return {name: v / terms.equivalent_batch for name, v in total.sums.items()}
         std = APPLIED_NOISE * terms.noise_multiplier
         noisy = add_noise(total.sums, std, self._key.stream("noise", step))
         scale = self.update_scale * terms.clip_norm / terms.equivalent_batch

@@ -24,6 +24,7 @@ from dpis.accounting import (
     PredeclaredPlan,
     Release,
     RenyiFilter,
+    Unit,
     Workload,
     exponential_decay,
     plan_adaptive,
@@ -126,6 +127,7 @@ class Plan:
         seeded: bool,
         diagnostics: bool,
         norms_batch_shaped: bool = False,
+        user_level: bool = False,
     ) -> Header:
         """The first line of the run's ledger."""
         plan = self.accounting
@@ -144,6 +146,7 @@ class Plan:
             seeded=seeded,
             diagnostics=diagnostics,
             norms=Norms.BATCH_SHAPED if norms_batch_shaped else Norms.FIXED_SHAPE,
+            unit=Unit.USER if user_level else Unit.RECORD,
         )
 
 

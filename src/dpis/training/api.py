@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -241,7 +242,7 @@ def _open(
     options = RunOptions(
         diagnostics=diagnostics,
         batch_shaped=records.batch_shaped,
-        recipe={"user_level": records.user_ids is not None},
+        user_level=records.user_ids is not None,
     )
     path = next_run_folder(Path("runs")) if out is None else Path(out)
     return Run.start(path, config, len(records), key, options)
@@ -258,12 +259,19 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], Optimizer]] = {
 }
 
 
+def require_learning_rate(lr: float) -> None:
+    """A finite number above 0."""
+    if not (math.isfinite(lr) and lr > 0):
+        raise InputError(f"the learning rate must be a finite number above 0, found {lr!r}")
+
+
 def _optimizer(given: str | Optimizer | MakeOptimizer, model: nn.Module, lr: float) -> Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, Optimizer):
         return given
     if not isinstance(given, str):
         return given(trained)
+    require_learning_rate(lr)
     if given not in OPTIMIZERS:
         raise InputError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {given!r}")
     return OPTIMIZERS[given](trained, lr)

@@ -42,6 +42,10 @@ class WeightAverage:
         finally:
             _copy(own, module)
 
+    def put_into(self, module: nn.Module) -> None:
+        """The module with averaged weights, for good."""
+        _copy(self.average, module)
+
     def state_dict(self) -> dict[str, object]:
         """For a checkpoint."""
         return {"steps": self.steps, "average": self.average}
@@ -51,7 +55,9 @@ class WeightAverage:
         steps, average = state["steps"], state["average"]
         assert isinstance(steps, int)
         assert isinstance(average, dict)
-        self.steps, self.average = steps, average
+        self.steps = steps
+        for name, own in self.average.items():
+            own.copy_(average[name])  # stays on its device
 
 
 def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -90,7 +90,7 @@ class Records:
             raise InputError("max_rows_per_user needs user_ids")
         self._count = rows if self._users is None else len(self._users)
         self._row_shapes: list[torch.Size] | None = None
-        self._augment_checked = False
+        self._collated = self._augmentations = 0
 
     def __len__(self) -> int:
         return self._count
@@ -111,7 +111,7 @@ class Records:
         for start in range(0, len(records), RECORDS_AT_ONCE):
             some = records[start : start + RECORDS_AT_ONCE]
             rows, present = self._rows_of(some, key, f"rows:{start}", step)
-            batch = self._fetch(rows, key.stream(f"items:{start}", step))
+            batch = self._fetch(rows, lambda s=start: key.stream(f"items:{s}", step))  # type: ignore[misc]
             batch = self._augmented(batch, lambda s=start: key.stream(f"augment:{s}", step))  # type: ignore[misc]
             yield Rows(batch, self._repeated_presence(present))
 
@@ -121,7 +121,7 @@ class Records:
         for start in range(0, len(self), at_once):
             some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
-            batch = self._fetch(rows, key.stream(f"all-items:{start}", epoch))
+            batch = self._fetch(rows, lambda s=start: key.stream(f"all-items:{s}", epoch))  # type: ignore[misc]
             yield Rows(self._repeated(batch), self._repeated_presence(present))
 
     def raw_rows(self, key: Key) -> Iterator[Any]:
@@ -144,16 +144,43 @@ class Records:
         rows, present = choose_rows(self._users, records, self.max_rows_per_user, coins)
         return rows.reshape(-1), torch.as_tensor(present, device=self.device)
 
-    def _fetch(self, rows: npt.NDArray[np.int64], chance: Stream) -> Batch:
+    def _fetch(self, rows: npt.NDArray[np.int64], chance: Callable[[], Stream]) -> Batch:
         tensors = tensors_of(self.dataset)
         if tensors and self.collate_fn is default_collate:
             index = torch.from_numpy(rows)
             batch: Batch = tuple(t.index_select(0, index.to(t.device)) for t in tensors)
         else:
-            with seeded_generators(chance):
-                batch = self.collate_fn(self._items(rows.tolist()))
+            with seeded_generators(chance()):
+                items = self._items(rows.tolist())
+            batch = self._collated_items(items, chance)
         self._check_shapes(batch, len(rows))
         return batches.apply(lambda tensor: tensor.to(self.device), batch)
+
+    def _collated_items(self, items: list[Any], chance: Callable[[], Stream]) -> Batch:
+        """A batch of these items; that the collate function treats each by itself is tried out now and then."""
+
+        def collate(some: list[Any]) -> Batch:
+            with seeded_generators(chance()):
+                return self.collate_fn(some)
+
+        batch = collate(items)
+        if self.collate_fn is default_collate or len(items) < 2:
+            return batch
+        self._collated += 1
+        if is_power_of_two(self._collated):
+            other = collate([items[-1], *items[1:]])
+            if not self._same_but_for_first(batch, other, 1):
+                raise CouplingError(_MIXES.format("collate_fn"))
+        return batch
+
+    def _same_but_for_first(self, a: Batch, b: Batch, own: int) -> bool:
+        """Whether two batches have the same rows after the first ``own``, as far as their shapes agree."""
+        pairs = zip(batches.tensors(a), batches.tensors(b), strict=True)
+        return all(
+            _equal(one[own:], other[own:])
+            for one, other in pairs
+            if one.shape == other.shape or not self.batch_shaped
+        )
 
     def _items(self, rows: Sequence[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)
@@ -209,16 +236,24 @@ class Records:
         places = torch.arange(batches.rows(batch))
         places[:own] = places[-own:].clone()
         exchanged = batches.take(batch, places)
-        if self._augment_checked or _equal(batch, exchanged):  # of equal records nothing shows
+        if _equal(batch, exchanged):  # of equal records nothing shows
             return
-        self._augment_checked = True
-        other = self._apply_augment(exchanged, chance())
-        same = _equal(*(batches.apply(lambda t: t[own:], b) for b in (changed, other)))
-        if not same:
-            raise CouplingError(
-                "augment mixes rows (one row changed, others came out different): records would couple and the privacy "
-                "guarantee would not hold. Change every row by itself, with random numbers from the generator alone"
-            )
+        self._augmentations += 1
+        if is_power_of_two(self._augmentations):
+            other = self._apply_augment(exchanged, chance())
+            if not self._same_but_for_first(changed, other, own):
+                raise CouplingError(_MIXES.format("augment"))
+
+
+_MIXES = (
+    "{0} mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "
+    "would not hold. Treat every row by itself, with public numbers, and with no random numbers but those given"
+)
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether it is time to look again: at the 1st, 2nd, 4th, 8th, … occasion."""
+    return number & (number - 1) == 0
 
 
 def _equal(a: Batch, b: Batch) -> bool:

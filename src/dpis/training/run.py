@@ -34,11 +34,13 @@ class RunOptions:
     Attributes:
         diagnostics: show private values to the operator; marks the run as not for release.
         batch_shaped: the shapes of rows follow the batch; the ledger says so.
+        user_level: a record is a user with all of their rows; the ledger says so.
         recipe: whatever the caller needs to build model and data again on resume; public values.
     """
 
     diagnostics: bool = False
     batch_shaped: bool = False
+    user_level: bool = False
     recipe: Mapping[str, Any] | None = None
 
 
@@ -161,6 +163,7 @@ class Run:
             seeded=self.key.seeded,
             diagnostics=self.options.diagnostics,
             norms_batch_shaped=self.options.batch_shaped,
+            user_level=self.options.user_level,
         )
         ledger = self.folder.ledger
         if ledger.exists() and b"\n" in ledger.read_bytes():

@@ -95,12 +95,11 @@ def _claim(run: Run) -> dict[str, Any] | None:
     accounting = run.mechanism.plan.accounting
     if accounting is None or isinstance(accounting, OpenEnded):
         return None
-    users = bool((run.options.recipe or {}).get("user_level"))
     return {
         "epsilon": accounting.budget.epsilon,
         "delta": accounting.budget.delta,
         "adjacency": accounting.adjacency.value,
-        "protects": "one user with all of their rows" if users else "one record",
+        "protects": "one user with all of their rows" if run.options.user_level else "one record",
         "n_public": run.mechanism.plan.workload.n_public,
         "n_public_source": run.mechanism.plan.config.n_public_source.value,
         "mode": "adaptive" if run.config.method is Method.DPIS_ADAPTIVE else "predeclared",
@@ -123,6 +122,8 @@ def _notes(run: Run) -> tuple[str, ...]:
         "(tuning on this data spends a budget of its own).",
         "The claim is that of the whole plan, also after an early stop.",
     ]
+    for what in (run.options.recipe or {}).get("public_by_confirmation", ()):
+        notes.append(f"You confirmed that the {what} are public: they were read from the data.")
     if run.options.batch_shaped:
         notes.append(
             "Norms are batch-shaped: the rounding of a record's norm may depend on its batch."

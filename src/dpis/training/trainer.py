@@ -91,6 +91,10 @@ class Trainer:
             raise InputError(
                 "batch_shaped of the run and of its records differ: the ledger says which"
             )
+        if self.run.options.user_level != (task.records.user_ids is not None):
+            raise InputError(
+                "the run claims to protect users and its records are rows, or the other way round"
+            )
         return RecordGradients(
             task.model,
             task.loss,
@@ -353,6 +357,8 @@ class Trainer:
         )
         text = json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n"
         write_whole(folder.summary, text.encode())
+        if task.average is not None:
+            task.average.put_into(task.model)  # the module is what was released
         return Result(
             folder=folder.path,
             claim=self._mechanism.plan.claim,
