@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 
 class InputError(ValueError):
