@@ -47,10 +47,12 @@ def test_the_planned_epsilon_is_reached_and_not_passed():
 
 
 def test_the_adaptive_mode_claims_its_target_throughout():
-    loop = private(epochs=3, mode="adaptive", n_public=400, dataset=data(400))
+    loop = private(
+        epochs=3, mode="adaptive", n_public=200, dataset=data(200), loader={"batch_size": 10}
+    )
     rates = []
     for _ in range(3):
-        loop.train(steps=20)
+        loop.train(steps=15)
         rates.append(loop.session.mechanism.terms.sampling_rate)
         assert loop.engine.get_epsilon(DELTA) == 2.0
     assert len(set(rates)) > 1
@@ -90,7 +92,13 @@ def test_a_count_that_was_not_given_is_declared_public():
 MODES: dict[str, dict[str, Any]] = {
     "open-ended": {},
     "predeclared": {"epochs": 4, "kappa": "1,0.5,0.5,1"},
-    "adaptive": {"epochs": 4, "mode": "adaptive", "n_public": 400, "dataset": data(400)},
+    "adaptive": {
+        "epochs": 4,
+        "mode": "adaptive",
+        "n_public": 200,
+        "dataset": data(200),
+        "loader": {"batch_size": 20},
+    },
 }
 
 

@@ -460,6 +460,49 @@ def test_losses_that_divide_by_something_of_the_whole_batch():
     loop.optimizer.step()
 
 
+def negatives_from_the_batch(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def root_of_the_mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return out.square().mean().sqrt()
+
+
+def softmax_over_the_batch(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -functional.log_softmax(out, dim=0)[0].mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [negatives_from_the_batch, root_of_the_mean, softmax_over_the_batch]
+)
+def test_losses_whose_rows_depend_on_one_another(loss: Any):
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    with pytest.raises(CouplingError, match=r"couples records.*guarantee would not hold"):
+        loss(loop.model(inputs), targets).backward()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: functional.cross_entropy(out, y, label_smoothing=0.1),
+        lambda out, y: functional.mse_loss(out, functional.one_hot(y, 3).double()),
+        lambda out, y: functional.l1_loss(out, functional.one_hot(y, 3).double()),
+        lambda out, y: functional.multi_margin_loss(out, y),
+        lambda out, y: functional.cross_entropy(out, y, reduction="none").exp().mean(),
+        lambda out, y: out.sum(),
+        lambda out, y: functional.kl_div(
+            out.log_softmax(1), out.detach().softmax(1), reduction="batchmean"
+        ),
+    ],
+)
+def test_losses_whose_rows_are_by_themselves(loss: Any):
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    loss(loop.model(inputs), targets).backward()
+    loop.optimizer.step()
+
+
 # ── copies ───────────────────────────────────────────────────────────────────────────────────────────
 
 

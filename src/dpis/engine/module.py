@@ -36,7 +36,8 @@ class PrivateModule(nn.Module):
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
                 " Train the model that make_private returned; call eval() on the copy to evaluate it"
             )
-        return watched_outputs(_uncompiled(session.run)(args, kwargs))
+        outputs = _uncompiled(session.run)(args, kwargs)
+        return watched_outputs(outputs, session.look_at_loss if session.looks_now else None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -61,5 +62,5 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, run as it is written where this module itself was compiled: compiled graphs cannot be watched."""
     if "torch._dynamo" not in sys.modules:
         return function  # nothing was compiled, and the import would take seconds
-    as_written: Callable[..., Any] = torch.compiler.disable(function)
+    as_written: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return as_written

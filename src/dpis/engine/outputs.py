@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,13 @@ _WEIGHTED = {
 
 
 class WatchedOutput(Tensor):
-    """A tensor as any other, until a loss function divides by something that depends on the whole batch."""
+    """A tensor as any other, until a loss is made of it that couples records.
+
+    Attributes:
+        before_backward: looks at a loss before it is differentiated.
+    """
+
+    before_backward: ClassVar[Callable[[Tensor], None] | None] = None
 
     @classmethod
     def __torch_function__(
@@ -33,14 +39,22 @@ class WatchedOutput(Tensor):
         """Look at the call, then let it happen."""
         if function in _WEIGHTED:
             _refuse_batch_wide_mean(function, args, kwargs or {})
+        if function is Tensor.backward and cls.before_backward is not None:
+            cls.before_backward(args[0].as_subclass(Tensor))
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-def watched_outputs(outputs: Any) -> Any:
-    """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output."""
-    return batches.apply(
-        lambda t: t.clone().as_subclass(WatchedOutput) if t.requires_grad else t, outputs
-    )
+def watched_outputs(outputs: Any, before_backward: Callable[[Tensor], None] | None = None) -> Any:
+    """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
+
+    Args:
+        outputs: of the model.
+        before_backward: to look at a loss of theirs before it is differentiated.
+    """
+    kind: type[Tensor] = WatchedOutput
+    if before_backward is not None:
+        kind = type("WatchedOutput", (WatchedOutput,), {"before_backward": before_backward})
+    return batches.apply(lambda t: t.clone().as_subclass(kind) if t.requires_grad else t, outputs)
 
 
 def _refuse_batch_wide_mean(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from dpis.engine.blank import empty_outputs
+from dpis.engine.coupling import refuse_coupled_loss
 from dpis.engine.delivered import Delivered
 from dpis.errors import DpisError
 from dpis.gradients import batches
@@ -68,6 +69,7 @@ class Session:
         self._passes: list[Pass] = []
         self._sum: GradientSum | None = None
         self._template: Any = None
+        self._forwards = 0
         self._closed = False
         self._guards = [
             parameter.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -169,6 +171,7 @@ class Session:
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
+        self._forwards += 1
         return passed.outputs
 
     def _require_delivered(self, inputs: list[Tensor], before: int) -> None:
@@ -202,6 +205,15 @@ class Session:
                 "thawed. Their gradients would be neither clipped nor noised. Change the model first, then make it "
                 "private"
             )
+
+    @property
+    def looks_now(self) -> bool:
+        """Whether to look at the loss of the last forward pass: at the 1st, 2nd, 4th, 8th, ..."""
+        return self._forwards & (self._forwards - 1) == 0
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        """Before it is differentiated."""
+        refuse_coupled_loss(loss, self._passes)
 
     # ── the optimizer's side ─────────────────────────────────────────────────────────────────────────
 

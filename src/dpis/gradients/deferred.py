@@ -40,15 +40,19 @@ class Pass:
         return any(leaf.grad is not None for leaf in self._leaves)
 
     @property
+    def leaves(self) -> list[tuple[Tensor, int]]:
+        """The outputs that gradients arrive at, and which dimension of each counts rows."""
+        numbered = enumerate(self._leaves)
+        return [(leaf, self._dim_of_rows(leaf, self.rows, number)) for number, leaf in numbered]
+
+    @property
     def blank(self) -> Any:
         """Outputs without any rows, of the shapes that these have."""
-        numbers = {id(leaf): number for number, leaf in enumerate(self._leaves)}
+        dims = {id(leaf): dim for leaf, dim in self.leaves}
 
         def without_rows(tensor: Tensor) -> Tensor:
-            if id(tensor) not in numbers:
-                return tensor
-            dim = self._dim_of_rows(tensor, self.rows, numbers[id(tensor)])
-            return tensor.detach().narrow(dim, 0, 0).clone()
+            known = id(tensor) in dims
+            return tensor.detach().narrow(dims[id(tensor)], 0, 0).clone() if known else tensor
 
         return batches.apply(without_rows, self.outputs)
 
@@ -65,8 +69,7 @@ class Pass:
         ]
         products = [(w * g).sum() for w, g in zip(self._watched, arrived, strict=True)]
         total = torch.stack([product.float() for product in products]).sum()
-        dims = [self._dim_of_rows(g, self.rows, number) for number, g in enumerate(arrived)]
-        directions = [g.movedim(dim, 0) for g, dim in zip(arrived, dims, strict=True)]
+        directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, self.leaves, strict=True)]
         return self._recorder.tape(self._forward, total, (*self._inputs, directions))
 
 
