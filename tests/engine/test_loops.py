@@ -111,6 +111,18 @@ def test_a_loop_may_break_and_go_on():
     assert loop.engine.get_epsilon(1e-3) < 2.0
 
 
+@pytest.mark.parametrize("mode", ["predeclared", "adaptive"])
+def test_a_look_at_a_batch_costs_no_epoch(mode: str):
+    few = {"n_public": 80, "dataset": data(80)}
+    loop = private(epochs=2, mode=mode, **few)
+    looks = [next(iter(loop.loader))[0] for _ in range(3)]
+    assert any(not torch.equal(looks[0], look) for look in looks[1:])  # coins are fresh
+    loop.train(2)
+    steps = [e for e, _ in loop.engine.accountant.journal._runs if hasattr(e, "sampling_rate")]
+    events = loop.engine.accountant.journal.events
+    assert sum(events[step] for step in set(steps)) == 2 * len(loop.loader)
+
+
 def test_evaluation_between_steps_and_epochs():
     def evaluate(loop: Loop) -> None:
         records, labels = data()[:]
@@ -206,6 +218,7 @@ def test_the_names_that_people_read_off_the_optimizer():
     loop = private(noise_multiplier=1.5, max_grad_norm=0.7)
     assert (loop.optimizer.noise_multiplier, loop.optimizer.max_grad_norm) == (1.5, 0.7)
     assert loop.optimizer.expected_batch_size == BATCH
+    assert loop.loader.sample_rate == BATCH / RECORDS
     assert private(epochs=2).optimizer.noise_multiplier > 0
 
 

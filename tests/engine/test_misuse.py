@@ -176,6 +176,22 @@ def test_two_forward_and_backward_passes_where_one_is_accounted():
         loop.model(inputs)
 
 
+def test_parts_are_differentiated_one_by_one():
+    loop = private()
+    _, inputs, _ = first_batch(loop)
+    loop.model(inputs[:1])
+    with pytest.raises(MisuseError, match=r"scaled by the number of drawn records.*private"):
+        loop.model(inputs[1:])
+
+
+def test_the_adaptive_noise_is_not_known_beforehand():
+    loop = private(epochs=2, mode="adaptive")
+    with pytest.raises(InputError, match="when it begins"):
+        _ = loop.optimizer.noise_multiplier
+    loop.train()
+    assert loop.optimizer.noise_multiplier > 0
+
+
 def test_two_iterations_do_not_mix():
     loop = private()
     older, *_ = first_batch(loop)

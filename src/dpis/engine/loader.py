@@ -58,6 +58,13 @@ class PrivateLoader(DataLoader[Any]):
         )
         self._original, self._session, self._steps = original, session, steps
 
+    @property
+    def sample_rate(self) -> float:
+        """The largest probability with which a record is drawn, in the current epoch or else the first. Public."""
+        mechanism = self._session.mechanism
+        rates = mechanism.plan.workload.sampling_rate
+        return rates[0] if mechanism.terms is None else mechanism.terms.sampling_rate
+
     def in_parts(self, most_rows: int) -> PrivateLoader:
         """The same draws, delivered a few rows at a time: the step comes after the last part of a draw."""
         return PrivateLoader(self._original, self._session, self._steps, most_rows)

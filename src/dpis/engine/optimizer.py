@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from dpis.accounting import AdaptivePlan
 from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
 
@@ -74,6 +75,8 @@ class PrivateOptimizer(Optimizer):
     def noise_multiplier(self) -> float:
         """``z`` of the current epoch; before the first, that of the first."""
         terms, plan = self._session.mechanism.terms, self._session.mechanism.plan
+        if terms is None and isinstance(plan.accounting, AdaptivePlan):
+            raise InputError("the noise of an epoch is solved when it begins: ask again then")
         return plan.noise_multiplier(1) if terms is None else terms.noise_multiplier
 
     @property

@@ -88,13 +88,18 @@ class Session:
     def begin_iteration(self) -> object:
         """A new pass over the loader is a new epoch; what was left of the last one is given up.
 
+        If nothing was released in it (somebody only looked at a batch), the epoch begins again with fresh coins.
+
         Returns:
             What tells this iteration from every other.
         """
         self._require_open()
         self._forget()
-        self.mechanism.abandon_epoch()
-        self.mechanism.begin_epoch(_no_full_pass)
+        if self.mechanism.steps_left == self.mechanism.plan.workload.steps_per_epoch:
+            self.mechanism.give_up_draws()
+        else:
+            self.mechanism.abandon_epoch()
+            self.mechanism.begin_epoch(_no_full_pass)
         self._iteration = object()
         return self._iteration
 
@@ -165,6 +170,12 @@ class Session:
             )
         if not self._current.indices:
             return empty_outputs(self.gradients.module, args, kwargs, self._template)
+        if self._mean and any(not passed.backward_done for passed in self._passes):
+            raise MisuseError(
+                "the model was run on a second part of the batch before backward of the first: a mean over both would "
+                "be scaled by the number of drawn records, which is private. Call backward for each part, or run the "
+                "model on the whole batch"
+            )
         before = self._sum.records + sum(p.rows for p in self._passes)
         self._require_delivered(inputs, before)
         passed = self.gradients.run(args, kwargs)

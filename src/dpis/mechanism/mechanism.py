@@ -175,6 +175,10 @@ class Mechanism:
         if self.terms is not None and not in_order:
             self._spend([self.terms.entry] * self.steps_left)
         self.steps_left = 0
+        self.give_up_draws()
+
+    def give_up_draws(self) -> None:
+        """Forget draws that wait for their releases. Their coins are never used again."""
         self._outstanding.clear()
 
     def end_epoch(self) -> None:
