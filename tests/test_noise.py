@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from dpis.errors import InputError
-from dpis.noise import add_noise
+from dpis.noise import add_noise, on_grid
 from dpis.randomness import Key
 
 FALSE_ALARM = 1e-6  # of every statistical assertion; seeds are fixed
@@ -100,3 +100,13 @@ def test_no_noise_and_no_parameters() -> None:
 def test_a_wrong_scale_is_refused(std: float) -> None:
     with pytest.raises(InputError, match="noise_std"):
         add_noise(SUMS, std, KEY.stream("noise", 0))
+
+
+@pytest.mark.parametrize("noise_std", [1e-9, 0.3, 15.0, 1e12])
+def test_released_numbers_lie_on_a_public_grid(noise_std: float) -> None:
+    noisy = add_noise({"x": torch.zeros(1000)}, noise_std, Key.from_seed(3).stream("grid", 0))["x"]
+    grid = 2.0 ** (math.floor(math.log2(noise_std)) - 20)
+    released = on_grid(noisy, noise_std)
+    assert torch.equal(released, torch.round(released / grid) * grid)
+    assert (released - noisy).abs().max() <= grid / 2
+    assert torch.equal(on_grid(noisy, 0.0), noisy)

@@ -11,6 +11,20 @@ from torch import Tensor
 from dpis.errors import InputError
 from dpis.randomness import Stream
 
+GRID_BITS = 20
+
+
+def on_grid(noisy: Tensor, noise_std: float) -> Tensor:
+    """Noisy values rounded to a public grid, about a millionth of their noise's standard deviation apart.
+
+    What is released in float64 would otherwise show its last bits, and with them which noises were possible (see
+    `dpis.randomness`). Rounding is post-processing: free.
+    """
+    if noise_std == 0:
+        return noisy
+    grid = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS)
+    return torch.round(noisy / grid) * grid
+
 
 def add_noise(sums: Mapping[str, Tensor], noise_std: float, stream: Stream) -> dict[str, Tensor]:
     """``sums + noise_std · Normal(0, I)``, in float64.

@@ -16,8 +16,8 @@ normals are made and added in float64, and only the sum is rounded to the parame
 that is released could have come from any of about ``2**29`` noises; the noise that is applied is 1.001 times
 the noise accounted for. What is not: a normal reaches at most ``sqrt(2 ln 2**53) = 8.57`` standard
 deviations (beyond lies a mass of 1e-17); logarithm, sine and cosine carry their library's rounding, and
-it may differ between machines; no discrete Gaussian is drawn, so whoever sees noisy sums in float64 is
-not covered. How long drawing takes is not hidden either.
+it may differ between machines; no discrete Gaussian is drawn. Statistics that are released as numbers are
+rounded to a grid first (`dpis.noise.on_grid`). How long drawing takes is not hidden either.
 """
 
 from __future__ import annotations

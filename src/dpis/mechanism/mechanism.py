@@ -27,7 +27,7 @@ from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
 from dpis.mechanism.sums import GradientSum, SumsGradients
 from dpis.mechanism.terms import Terms, adaptive_terms, predeclared_terms
-from dpis.noise import add_noise
+from dpis.noise import add_noise, on_grid
 from dpis.randomness import Key
 from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
 
@@ -130,7 +130,7 @@ class Mechanism:
         self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
         stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
-        return add_noise({label: value}, std, stream)[label]
+        return on_grid(add_noise({label: value}, std, stream)[label], std)
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 

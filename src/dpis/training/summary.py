@@ -115,6 +115,11 @@ def _notes(run: Run) -> tuple[str, ...]:
         notes.append(
             "The number of records is treated as public: it was read from the data set. Give n_public to protect it."
         )
+    if plan.accounting.budget.delta * plan.workload.n_public >= 1:
+        notes.append(
+            "delta is not below 1 / number of records: the promise then allows to publish a record now and then. "
+            "Choose a smaller delta."
+        )
     if plan.config.n_public_source is CountSource.RELEASED:
         notes.append("The number of records was released with noise, and paid for.")
     notes += [
