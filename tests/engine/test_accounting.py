@@ -113,7 +113,13 @@ def start(**options: Any) -> Loop:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("steps", [None, 3], ids=["after an epoch", "after a break"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(None, id="after an epoch", marks=pytest.mark.slow),
+        pytest.param(3, id="after a break"),
+    ],
+)
 def test_a_seeded_run_goes_on_bit_by_bit(mode: str, steps: int | None, tmp_path: Path):
     whole = start(**MODES[mode])
     whole.train(2, steps)

@@ -15,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -422,6 +423,34 @@ def test_a_layer_that_begins_to_couple_records():
     _, inputs, _ = first_batch(loop)
     with pytest.raises(CouplingError, match="guarantee does not hold"):
         loop.model(inputs)
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("seen", torch.zeros(4).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and len(x):
+            self.seen += x.detach().mean(0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_model_that_keeps_something_of_records(gradients: bool):
+    loop = private(Remembering())
+    _, inputs, _ = first_batch(loop)
+    with torch.set_grad_enabled(gradients), pytest.raises(CouplingError, match="buffer 'seen'"):
+        loop.model(inputs)
+
+
+def test_records_where_nobody_was_drawn():
+    loop = private(dataset=TensorDataset(*data()[:2]), n_public=4000, loader={"batch_size": 1})
+    inputs, _ = next(iter(loop.loader))
+    assert len(inputs) == 0
+    with pytest.raises(MisuseError, match="0 records were drawn"):
+        loop.model(data()[:2][0])
 
 
 def test_a_model_that_averages_over_the_batch():

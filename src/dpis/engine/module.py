@@ -11,6 +11,7 @@ from torch import nn
 
 from dpis.engine.outputs import watched_outputs
 from dpis.engine.session import MisuseError, Session
+from dpis.training.buffers import FixedBuffers
 
 
 class PrivateModule(nn.Module):
@@ -28,8 +29,10 @@ class PrivateModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
-        if not (self.training and torch.is_grad_enabled()):
+        if not self.training:
             return self._module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._look(args, kwargs)
         session: Session | None = self.__dict__["_session"]
         if session is None:
             raise MisuseError(
@@ -38,6 +41,13 @@ class PrivateModule(nn.Module):
             )
         outputs = _uncompiled(session.run)(args, kwargs)
         return watched_outputs(outputs, session.look_at_loss if session.looks_now else None)
+
+    def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """In training mode without gradients: whatever layers keep of records would be released."""
+        buffers = FixedBuffers(self._module)
+        outputs = self._module(*args, **kwargs)
+        buffers.check()
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -18,6 +18,7 @@ from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
+from dpis.training.buffers import FixedBuffers
 
 
 class MisuseError(DpisError, RuntimeError):
@@ -169,6 +170,8 @@ class Session:
                 "trained, or detach the input"
             )
         if not self._current.indices:
+            if inputs and all(tensor.numel() for tensor in inputs):
+                self._require_rows(1)
             return empty_outputs(self.gradients.module, args, kwargs, self._template)
         if self._mean and any(not passed.backward_done for passed in self._passes):
             raise MisuseError(
@@ -178,7 +181,9 @@ class Session:
             )
         before = self._sum.records + sum(p.rows for p in self._passes)
         self._require_delivered(inputs, before)
+        buffers = FixedBuffers(self.gradients.module)
         passed = self.gradients.run(args, kwargs)
+        buffers.check()
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
