@@ -112,7 +112,9 @@ def start(**options: Any) -> Loop:
     return private(with_dropout(), **adam, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["open-ended", pytest.param("predeclared", marks=pytest.mark.slow), "adaptive"]
+)
 @pytest.mark.parametrize(
     "steps",
     [
