@@ -105,7 +105,7 @@ class PrivateTrainer(Trainer):
         loader = self._plain_loader()
         self.create_optimizer()
         self._private, self._private_optimizer, private_loader = self.privacy.make_private(
-            self.privacy_engine, self.model, self.optimizer, loader, self._epochs(loader)
+            self.privacy_engine, self.model, self.optimizer, loader, self._epochs()
         )
         self.optimizer = self._private_optimizer
         return private_loader  # type: ignore[no-any-return]
@@ -130,12 +130,13 @@ class PrivateTrainer(Trainer):
             **settings,
         )
 
-    def _epochs(self, loader: DataLoader[Any]) -> int:
+    def _epochs(self) -> int:
         if self.args.max_steps <= 0:
             epochs = float(self.args.num_train_epochs)
             return math.ceil(epochs)
-        records = self.privacy.n_public or len(self.train_dataset)
-        steps = max(1, records // self.args.per_device_train_batch_size)
+        records: int = self.privacy.n_public or len(self.train_dataset)
+        batch: int = self.args.per_device_train_batch_size
+        steps = max(1, records // batch)
         return -(-int(self.args.max_steps) // steps)
 
     def training_step(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> Tensor:
