@@ -187,6 +187,13 @@ class TestSelfCheck:
         assert not torch.allclose(unchecked, expected)
 
 
+@pytest.mark.parametrize("channels", [2, 8, 12, 64])
+def test_batch_norm_of_vectors_keeps_its_inputs_apart(channels):
+    fixed, _ = fix(nn.BatchNorm1d(channels))
+    inputs = torch.randn(5, channels)
+    assert fixed(inputs).std(0).min() > 0.1
+
+
 def test_a_stack_of_weights_takes_the_general_way() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:

@@ -104,6 +104,8 @@ def _fix_children(parent: nn.Module, path: str) -> Iterator[Change]:
 def _to_group_norm(layer: Any) -> tuple[nn.Module, str]:
     channels = layer.num_features
     groups = gcd(channels, 32)
+    while isinstance(layer, nn.BatchNorm1d) and groups > 1 and channels // groups < 8:
+        groups //= 2  # without positions, a group of one channel would be normalised to nothing
     new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         new = new.to(layer.weight.device, layer.weight.dtype)
