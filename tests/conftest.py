@@ -1,6 +1,10 @@
-"""Shared by all tests: Hypothesis runs the same examples everywhere, without a clock."""
+"""Shared by all tests: Hypothesis runs the same examples everywhere, without a clock; one thread for every worker."""
 
-from hypothesis import settings
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("dpis", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("dpis")
