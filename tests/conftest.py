@@ -4,7 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 settings.register_profile("dpis", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("dpis")
