@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,19 @@ _WEIGHTED = {
 }
 
 
+Look = Callable[[Tensor], None]
+
+
 class WatchedOutput(Tensor):
     """A tensor as any other, until a loss is made of it that couples records.
 
+    Whatever is computed from it with a gradient is watched too; what has none (``loss.detach()``) is a plain tensor.
+
     Attributes:
-        before_backward: looks at a loss before it is differentiated.
+        before_backward: looks at a loss before it is differentiated; None: nobody does.
     """
 
-    before_backward: ClassVar[Callable[[Tensor], None] | None] = None
+    before_backward: Look | None = None
 
     @classmethod
     def __torch_function__(
@@ -39,22 +44,47 @@ class WatchedOutput(Tensor):
         """Look at the call, then let it happen."""
         if function in _WEIGHTED:
             _refuse_batch_wide_mean(function, args, kwargs or {})
-        if function is Tensor.backward and cls.before_backward is not None:
-            cls.before_backward(args[0].as_subclass(Tensor))
-        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        look = next((look for look in map(_look_of, batches.tensors(args)) if look), None)
+        if function is Tensor.backward and look is not None:
+            look(args[0].as_subclass(Tensor))
+        result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(result, WatchedOutput):
+                return _passed_on(result, look)
+            if isinstance(result, tuple | list):
+                return batches.apply(lambda tensor: _passed_on(tensor, look), result)
+        return result
 
 
-def watched_outputs(outputs: Any, before_backward: Callable[[Tensor], None] | None = None) -> Any:
+def _look_of(tensor: Tensor) -> Look | None:
+    return tensor.before_backward if isinstance(tensor, WatchedOutput) else None
+
+
+def _passed_on(tensor: Tensor, look: Look | None) -> Tensor:
+    if not isinstance(tensor, WatchedOutput):
+        return tensor
+    if not tensor.requires_grad:
+        return tensor.as_subclass(Tensor)
+    tensor.before_backward = look
+    return tensor
+
+
+def watched_outputs(outputs: Any, before_backward: Look | None = None) -> Any:
     """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
 
     Args:
         outputs: of the model.
         before_backward: to look at a loss of theirs before it is differentiated.
     """
-    kind: type[Tensor] = WatchedOutput
-    if before_backward is not None:
-        kind = type("WatchedOutput", (WatchedOutput,), {"before_backward": before_backward})
-    return batches.apply(lambda t: t.clone().as_subclass(kind) if t.requires_grad else t, outputs)
+
+    def watched(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        copy = tensor.clone().as_subclass(WatchedOutput)
+        copy.before_backward = before_backward
+        return copy
+
+    return batches.apply(watched, outputs)
 
 
 def _refuse_batch_wide_mean(
