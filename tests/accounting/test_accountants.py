@@ -47,6 +47,7 @@ def test_pld_bounds_both_directions():
     st.integers(1, 300),
     st.floats(1.05, 2.0),
 )
+@pytest.mark.slow
 @settings(max_examples=25)
 def test_epsilon_is_monotone_in_steps_noise_and_rate(epsilon_of, rate, z, steps, factor):
     def epsilon(rate, z, steps):

@@ -123,6 +123,7 @@ def law_a_claim_below_its_events_is_found_out(folder, header, verify=verify_ledg
     assert "claims epsilon" in verdict.problem
 
 
+@pytest.mark.slow
 def test_a_claim_below_its_events_is_found_out(tmp_path, header):
     law_a_claim_below_its_events_is_found_out(tmp_path, header)
 

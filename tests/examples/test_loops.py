@@ -31,6 +31,7 @@ def example(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_drop_in_loop_runs() -> None:
     epsilon, accuracy = example("dropin_loop").main(epochs=1, records=2000)
     assert 0 < epsilon <= 3
@@ -251,6 +252,7 @@ def hugging_face(folder: Path, privacy: Privacy = PRIVACY, **settings: Any) -> A
     )
 
 
+@pytest.mark.slow
 @quiet
 def test_hugging_face_steps_are_accounted(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path)

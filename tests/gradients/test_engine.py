@@ -298,6 +298,7 @@ class TestModes:
             total = torch.cat([value.flatten() for value in alone.values()]).double().norm()
             torch.testing.assert_close(norms[record], total, rtol=1e-5, atol=0.0)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
     def test_a_compiled_module_runs_as_its_original(self) -> None:
         module, batch = mlp(), labelled(5)
@@ -306,6 +307,7 @@ class TestModes:
         expected = RecordGradients(module, nn.CrossEntropyLoss()).record(batch)
         assert torch.equal(found.norms(), expected.norms())
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
     def test_a_compiled_part_runs_as_it_was_written(self) -> None:
         module, batch = mlp(), labelled(5)

@@ -217,6 +217,7 @@ assert not any(name.split(".")[0] == "dpis" for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_model_runs_without_this_package(tmp_path: Path) -> None:
     model = mlp(dropout=0.3)
     result = fit(tmp_path / "run", model)
