@@ -31,7 +31,9 @@ def main() -> None:
         epochs=10, clip_norm=0.1, lr=2.0, ema=0.95,
         held_out=test, progress=True,
     )  # fmt: skip
-    print(f"accuracy {100 * result.metrics['accuracy']:.1f} % with {result.claim}, in {result.folder}")
+    print(
+        f"accuracy {100 * result.metrics['accuracy']:.1f} % with {result.claim}, in {result.folder}"
+    )
 
 
 if __name__ == "__main__":
