@@ -46,7 +46,7 @@ class Setting:
 SETTINGS = (
     Setting("fmnist", "scatter-linear", 3.0, 2048, 8192, 10, (4.0, 8.0, 16.0)),
     Setting("mnist", "scatter-linear", 1.0, 1024, 4096, 10, (2.0, 4.0, 8.0)),
-    Setting("fmnist", "scatter-cnn", 1.0, 2048, 8192, 12, (2.0, 4.0, 8.0)),
+    Setting("fmnist", "scatter-cnn", 1.0, 2048, 8192, 12, (4.0, 2.0, 8.0)),
     Setting("mnist", "scatter-cnn", 1.0, 1024, 4096, 10, (1.0, 2.0, 4.0)),
 )
 
