@@ -32,7 +32,7 @@ class Case:
         arguments: of the script.
         accuracy: finds it in the output, as a part of ``whole``.
         least: what every engine must reach; chance is far below.
-        noise: by how much the engines may differ: three times what seeds make of it.
+        noise: by how much the engines may differ; chosen with a wide margin, not measured over seeds.
         epsilon: finds it in the output.
     """
 

@@ -14,7 +14,7 @@ from dp_accounting import rdp
 from dpis.accounting import pld
 from dpis.accounting.events import Composition
 from dpis.accounting.renyi import best_order
-from dpis.errors import InputError
+from dpis.choices import chosen
 
 WIDEST_FINAL_INTERVAL = 1e-4
 """The widest discretisation of privacy loss that a final answer may rest on."""
@@ -29,11 +29,7 @@ class Accountant(StrEnum):
     @classmethod
     def parse(cls, name: str) -> Accountant:
         """The accountant of that name."""
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(a.value for a in cls)
-            raise InputError(f"accountant must be one of {known}, found {name!r}") from None
+        return chosen(cls, "accountant", name)
 
 
 def epsilon_by_pld(

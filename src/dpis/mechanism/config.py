@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dpis.accounting import Accountant, CountSource, Release
+from dpis.choices import chosen
 from dpis.errors import InputError
 
 
@@ -27,11 +28,7 @@ class Method(StrEnum):
     @classmethod
     def parse(cls, name: str) -> Method:
         """The method of that name."""
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(method.value for method in cls)
-            raise InputError(f"method must be one of {known}, found {name!r}") from None
+        return chosen(cls, "method", name)
 
     @property
     def private(self) -> bool:
@@ -55,10 +52,7 @@ class Contribution(StrEnum):
     @classmethod
     def parse(cls, name: str) -> Contribution:
         """The form of that name."""
-        try:
-            return cls(name)
-        except ValueError:
-            raise InputError(f"contribution must be weight or reject, found {name!r}") from None
+        return chosen(cls, "contribution", name)
 
 
 class NormSum(StrEnum):
@@ -72,10 +66,7 @@ class NormSum(StrEnum):
     @classmethod
     def parse(cls, name: str) -> NormSum:
         """The way of that name."""
-        try:
-            return cls(name)
-        except ValueError:
-            raise InputError(f"norm sum must be full-pass or stale, found {name!r}") from None
+        return chosen(cls, "norm sum", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
