@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import hashlib
+import json
 import os
 import struct
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpis.data import named
+from dpis.data import lookup, named
 from dpis.data.idx import parse_idx, read_packed
 from dpis.errors import InputError
 
@@ -28,7 +29,7 @@ def places(monkeypatch, tmp_path) -> dict[str, Path]:
     """The three places that are looked at, all empty."""
     monkeypatch.setenv("DPIS_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(named, "SYSTEM_FOLDER", tmp_path / "system")
+    monkeypatch.setattr(lookup, "SYSTEM_FOLDER", tmp_path / "system")
     return {
         "DPIS_DATA": tmp_path / "data" / "mnist",
         "system": tmp_path / "system" / "mnist",
@@ -46,20 +47,20 @@ def tiny(monkeypatch) -> dict[str, bytes]:
         "test_images": idx(generator.integers(0, 256, (2, 4, 3), dtype=np.uint8)),
         "test_labels": idx(np.array([7, 8], dtype=np.uint8)),
     }
-    source = named.SOURCES["mnist"]
+    source = lookup.SOURCES["mnist"]
     files = {
-        role: dataclasses.replace(file, md5=hashlib.md5(contents[role]).hexdigest())
+        role: dataclasses.replace(file, sha256=hashlib.sha256(contents[role]).hexdigest())
         for role, file in source.files.items()
     }
     replaced = dataclasses.replace(source, files=files)
-    monkeypatch.setattr(named, "SOURCES", MappingProxyType({"mnist": replaced}))
+    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"mnist": replaced}))
     return contents
 
 
 def put(folder: Path, contents: dict[str, bytes], packed: bool = True) -> None:
     folder.mkdir(parents=True)
     for role, content in contents.items():
-        name = named.SOURCES["mnist"].files[role].name
+        name = lookup.SOURCES["mnist"].files[role].name
         (folder / f"{name}.gz").write_bytes(gzip.compress(content)) if packed else (
             folder / name
         ).write_bytes(content)
@@ -97,7 +98,7 @@ def test_a_missing_one_says_how_to_get_it(places):
             named.load(name)
         assert "DPIS_DATA" in str(caught.value)
         assert "\n" not in str(caught.value)
-    assert [location.folder for location in named.available()] == [None, None]
+    assert {location.folder for location in named.available()} == {None}
 
 
 def test_an_incomplete_one_names_what_is_lacking(places, tiny):
@@ -125,18 +126,18 @@ def test_a_torn_file_is_refused(places, tiny, keep):
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(InputError, match=r"'nmist'.*mnist, fmnist, fashion-mnist"):
+    with pytest.raises(InputError, match=r"'nmist'.*mnist, fmnist, .*fashion-mnist"):
         named.load("nmist")
 
 
 def test_a_name_may_be_written_large():
-    assert named.find_source("Fashion-MNIST").name == named.find_source("fmnist").name == "fmnist"
+    assert lookup.find_source("Fashion-MNIST").name == lookup.find_source("fmnist").name == "fmnist"
 
 
 def test_without_settings_only_the_system_and_the_cache_are_looked_at(monkeypatch):
     monkeypatch.delenv("DPIS_DATA", raising=False)
     monkeypatch.setenv("DPIS_CACHE", "off")
-    folders = named.folders(named.find_source("fmnist"))
+    folders = lookup.folders(lookup.find_source("fmnist"))
     assert [str(folder) for folder in folders] == ["/usr/share/datasets/fashion-mnist"]
 
 
@@ -192,9 +193,9 @@ def test_a_dataset_that_does_not_fit_together_is_refused(changes, message):
 
 @pytest.mark.parametrize("name", ["mnist", "fmnist"])
 def test_the_published_files(name):
-    source = named.find_source(name)
+    source = lookup.find_source(name)
     folder = Path(FULL_DATA) / source.folder
-    if not FULL_DATA or named._absent(folder, source):
+    if not FULL_DATA or lookup.absent(folder, source):
         pytest.skip(f"{name} is not in $DPIS_DATA")
     for file in source.files.values():  # both checksums are of the same thing
         packed = (folder / f"{file.name}.gz").read_bytes()
@@ -203,3 +204,67 @@ def test_the_published_files(name):
     assert loaded.train_images.shape == (60_000, 28, 28)
     assert loaded.test_images.shape == (10_000, 28, 28)
     assert loaded.test_labels.bincount().sum() == 10_000
+
+
+REVIEWS = (
+    {"split": "train", "label": 0, "id": 0, "rating": 3, "text": "Bad.<br />\u2028 Really bad."},
+    {"split": "train", "label": 1, "id": 0, "rating": 9, "text": "Good, naïve"},
+    {"split": "test", "label": 1, "id": 7, "rating": 10, "text": "Good"},
+)
+
+
+@pytest.fixture
+def reviews(monkeypatch, places, tmp_path) -> bytes:
+    """The content of a tiny imdb, after making it the one that is asked for."""
+    content = "".join(f"{json.dumps(r, ensure_ascii=False)}\n" for r in REVIEWS).encode()
+    source = lookup.SOURCES["imdb"]
+    file = dataclasses.replace(source.files["reviews"], sha256=hashlib.sha256(content).hexdigest())
+    replaced = dataclasses.replace(source, files={"reviews": file})
+    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"imdb": replaced}))
+    return content
+
+
+@pytest.mark.parametrize("place", ["data", "data/imdb", "cache/data", "cache/data/imdb"])
+def test_reviews_lie_in_their_folder_or_beside_it(reviews, tmp_path, place):
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "imdb_reviews.jsonl.gz").write_bytes(gzip.compress(reviews))
+    loaded = named.load("imdb")
+    assert isinstance(loaded, named.TextDataset)
+    assert loaded.train_texts == (REVIEWS[0]["text"], REVIEWS[1]["text"])
+    assert loaded.train_labels.tolist() == [0, 1]
+    assert (loaded.test_texts, loaded.test_labels.tolist()) == (("Good",), [1])
+    assert loaded.classes == ("negative", "positive")
+
+
+def test_other_reviews_are_refused(reviews, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "imdb_reviews.jsonl").write_bytes(reviews + b"\n")
+    with pytest.raises(InputError, match="not the published file"):
+        named.load("imdb")
+
+
+def test_word_vectors_are_no_dataset():
+    with pytest.raises(InputError, match="glove holds no labelled records"):
+        named.load("glove")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.tensor([0.0, 1.0]), "train labels must be int64, one for each of 2 texts"),
+        (torch.tensor([0]), "one for each of 2 texts"),
+        (torch.tensor([0, 2]), "from 0 to 1"),
+    ],
+)
+def test_texts_that_do_not_fit_their_labels_are_refused(labels, message):
+    with pytest.raises(InputError, match=message):
+        named.TextDataset("x", ("a", "b"), labels, (), torch.zeros(0).long(), ("n", "p"), "none")
+
+
+def test_the_published_reviews():
+    if not FULL_DATA or lookup.find_folder(lookup.find_source("imdb")) is None:
+        pytest.skip("imdb is not in $DPIS_DATA")
+    loaded = named.load("imdb")
+    assert len(loaded.train_texts) == len(loaded.test_texts) == 25_000
+    assert loaded.train_labels.bincount().tolist() == [12_500, 12_500]
+    assert loaded.test_labels.bincount().tolist() == [12_500, 12_500]

@@ -1,4 +1,4 @@
-"""Features on disk, one file for each set of images: private, whole or absent.
+"""Features on disk, one file for each set of records: private, whole or absent.
 
 A file is a plain ``.npy`` (``numpy.load`` reads it) with the SHA-256 of all that stands before as its last
 32 bytes. It appears under its name in one step, when it is complete.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -53,6 +54,11 @@ class FeatureCache:
         digest = hashlib.sha256(f"{recipe}\n{array.dtype} {tuple(array.shape)}\n".encode())
         digest.update(array.flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def text_key(self, recipe: str, texts: Sequence[str], words: Sequence[str]) -> str:
+        """A hash of everything that features of texts depend on: the recipe, the vocabulary, and the texts."""
+        content = json.dumps([recipe, list(words), list(texts)])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def load(self, key: str, shape: tuple[int, ...]) -> Tensor | None:
         """The features under ``key``, mapped from the file; None if there are none that are whole.
