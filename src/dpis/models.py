@@ -7,12 +7,16 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from dpis.data.glove import load_glove
 from dpis.errors import InputError
+from dpis.features.words import embedding_table
 from dpis.paper import models as paper
 
 NOISE_STEP = 7.5e-4
@@ -22,6 +26,24 @@ Shape = tuple[int, ...]
 Build = Callable[[Shape, int], nn.Module]
 
 
+class Inputs(StrEnum):
+    """What a model takes; each is made from one record alone."""
+
+    AS_THEY_ARE = "as they are"
+    """Pixels, numbers."""
+    SCATTERED = "scattered"
+    """Normalised scatter features of images."""
+    WORDS = "words"
+    """The last words of a text, as places in a public vocabulary."""
+    BAG = "bag"
+    """A text as one vector, from frozen word vectors."""
+
+    @property
+    def of_text(self) -> bool:
+        """Whether they are made from texts."""
+        return self in (Inputs.WORDS, Inputs.BAG)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelKind:
     """A model that can be built for inputs of any fitting shape.
@@ -29,14 +51,14 @@ class ModelKind:
     Attributes:
         name: as on the command line.
         build: from the shape of one record's input and the number of outputs.
-        scattered: whether its inputs are normalised scatter features of images.
+        inputs: what it takes.
         clip_norm: a clip norm that suits it.
         largest_learning_rate: of SGD with momentum 0.9 that suits it, at that clip norm, where noise is small.
     """
 
     name: str
     build: Build
-    scattered: bool = False
+    inputs: Inputs = Inputs.AS_THEY_ARE
     clip_norm: float = 1.0
     largest_learning_rate: float = 0.5
 
@@ -63,19 +85,19 @@ def _mlp(shape: Shape, outputs: int) -> nn.Module:
     )
 
 
-def _cnn(shape: Shape, outputs: int) -> nn.Module:
+def _cnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
     """The paper's networks for their shapes; for other images the smaller of them, its last layers fitted."""
     channels, height, width = _image(shape)
     if (channels, height, width) == (1, 28, 28):
-        return paper.pixel_cnn_mnist(classes=outputs)
+        return paper.pixel_cnn_mnist(activation, outputs)
     if (channels, height, width) == (3, 32, 32):
-        return paper.pixel_cnn_cifar10(classes=outputs)
+        return paper.pixel_cnn_cifar10(activation, outputs)
     return _with_head(
         [
             nn.Conv2d(channels, 16, 5, stride=2, padding=2),
-            nn.Tanh(),
+            activation(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.Tanh(),
+            activation(),
         ],
         shape,
         outputs,
@@ -100,6 +122,13 @@ def _scatter_cnn(shape: Shape, outputs: int) -> nn.Module:
     )
 
 
+def _rnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    """The paper's, on frozen public word vectors."""
+    if outputs != 2:
+        raise InputError(f"the rnn tells two classes apart, found {outputs}")
+    return paper.ImdbRnn(embedding_table(load_glove()), activation)
+
+
 def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module:
     """Convolutions, then two dense layers that fit what comes out of them."""
     with torch.no_grad():
@@ -112,12 +141,27 @@ KINDS = {
     kind.name: kind
     for kind in (
         ModelKind(
-            "scatter-linear", _linear, scattered=True, clip_norm=0.1, largest_learning_rate=16.0
+            "scatter-linear",
+            _linear,
+            Inputs.SCATTERED,
+            clip_norm=0.1,
+            largest_learning_rate=16.0,
         ),
         ModelKind(
-            "scatter-cnn", _scatter_cnn, scattered=True, clip_norm=0.1, largest_learning_rate=8.0
+            "scatter-cnn",
+            _scatter_cnn,
+            Inputs.SCATTERED,
+            clip_norm=0.1,
+            largest_learning_rate=8.0,
         ),
         ModelKind("cnn", _cnn, clip_norm=0.1, largest_learning_rate=8.0),
+        ModelKind(
+            "cnn-relu", partial(_cnn, activation=nn.ReLU), clip_norm=0.1, largest_learning_rate=8.0
+        ),
+        ModelKind("rnn", _rnn, Inputs.WORDS),
+        ModelKind("rnn-tanh", partial(_rnn, activation=nn.Tanh), Inputs.WORDS),
+        ModelKind("bag-linear", _linear, Inputs.BAG),
+        ModelKind("bag-mlp", _mlp, Inputs.BAG),
         ModelKind("mlp", _mlp),
         ModelKind("linear", _linear),
     )

@@ -3,21 +3,28 @@ import torch
 from torch import nn
 
 from dpis.errors import InputError
-from dpis.models import KINDS, model_kind
+from dpis.models import KINDS, Inputs, model_kind
 
 SHAPES = {
     "scatter-linear": (81, 7, 7),
     "scatter-cnn": (81, 7, 7),
     "cnn": (1, 28, 28),
+    "cnn-relu": (1, 28, 28),
+    "bag-linear": (20,),
+    "bag-mlp": (20,),
     "mlp": (20,),
     "linear": (20,),
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_every_model_gives_as_many_outputs_as_asked(name):
     model = model_kind(name).build(SHAPES[name], 7)
     assert model(torch.zeros(2, *SHAPES[name])).shape == (2, 7)
+
+
+def test_every_model_is_tried_out():
+    assert {name for name, kind in KINDS.items() if kind.inputs is not Inputs.WORDS} == set(SHAPES)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from dpis.accounting import verify_ledger
 from dpis.cli.app import main
+from dpis.models import Inputs
 
 QUICK = ["--accountant", "rdp", "--epochs", "2", "--batch-size", "50", "--device", "cpu"]
 
@@ -361,7 +362,7 @@ def test_the_plain_preprocessing_says_what_the_package_says(tmp_path):
     )
     made = open_records(path, schema=schema).encode()
     scope = {"torch": torch}
-    exec(Pipeline(made.preprocessing, scattered=False).source(), scope)
+    exec(Pipeline(made.preprocessing, Inputs.AS_THEY_ARE).source(), scope)
     found = scope["preprocess"]([{"size": c, "grade": c} for c in cells])
     assert torch.equal(found, encode_features(path, made.preprocessing))
     assert scope["decode"](torch.tensor([[0.0, 1.0]])) == ["b"]

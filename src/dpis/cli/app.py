@@ -9,6 +9,7 @@ import typer
 
 from dpis import __version__
 from dpis.cli.plan import plan
+from dpis.cli.reproduce import reproduce
 from dpis.cli.train import train
 from dpis.cli.using import evaluate, predict
 from dpis.cli.verify import verify
@@ -32,6 +33,7 @@ app.command()(evaluate)
 app.command()(predict)
 app.command()(plan)
 app.command()(verify)
+app.add_typer(reproduce)
 
 
 def _print_version(asked: bool) -> None:

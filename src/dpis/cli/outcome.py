@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from dpis.jobs import JobResult
+from dpis.report import words
 
 
 def outcome_as_json(job: JobResult) -> dict[str, Any]:
     """One object; what is private only if diagnostics were asked for."""
     result, metrics = job.result, job.result.metrics
     values: dict[str, Any] = {
-        "method": result.summary.method,
+        "method": job.options.method,
         "epsilon": None if result.claim is None else result.claim.epsilon,
         "delta": None if result.claim is None else result.claim.delta,
         "test_accuracy": metrics.get("accuracy"),
@@ -38,7 +38,7 @@ def print_outcome(job: JobResult, console: Console) -> None:
 
     result = job.result
     say(
-        f"[bold]{_quality(job)}[/bold] on {escape(job.measured_on)}, in {_duration(job.wall_seconds)}."
+        f"[bold]{words.quality(result.metrics)}[/bold] on {escape(job.measured_on)}, in {_duration(job.wall_seconds)}."
     )
     say()
     for line in _guarantee(job):
@@ -52,39 +52,24 @@ def print_outcome(job: JobResult, console: Console) -> None:
     if result.claim is not None:
         say(f"  ledger.jsonl       every release; check it: dpis verify {folder}/ledger.jsonl")
     say("  summary.json       settings, claim and results")
+    say(f"See it as a page: dpis report {folder}")
     say(f"Use it: dpis predict {folder} FILE")
-
-
-def _quality(job: JobResult) -> str:
-    metrics = job.result.metrics
-    if "accuracy" in metrics:
-        return f"Accuracy {100 * metrics['accuracy']:.1f} %"
-    if "squared_error" in metrics:
-        return f"Root mean squared error {math.sqrt(metrics['squared_error']):.4f} (target scaled to -1..1)"
-    return "Trained"
 
 
 def _guarantee(job: JobResult) -> list[str]:
     result = job.result
     if result.claim is None:
-        return [
-            "NOT PRIVATE: sgd gives no guarantee. This model may reveal the data it was trained on."
-        ]
+        return [words.NOT_PRIVATE]
     claim = result.summary.claim or {}
     who = claim.get("protects", "one record")
-    factor = math.exp(result.claim.epsilon)
     lines = [
-        f"Guarantee: (epsilon = {result.claim.epsilon:g}, delta = {result.claim.delta:g}) differential privacy. "
-        f"Whether or not {who} was in the training data, nothing that can be told from this model becomes more than "
-        f"{factor:.3g} times as likely, up to a chance of {result.claim.delta:g}.",
+        f"Guarantee: {words.guarantee(result.claim.epsilon, result.claim.delta, who)}",
         "Not covered:",
     ]
     lines += [f"  - {escape(note)}" for note in result.summary.notes]
     if result.summary.not_for_release:
-        marks = " and ".join(result.summary.not_for_release)
-        lines.append(
-            f"[bold]NOT FOR RELEASE[/bold]: this run was {marks}; its guarantee does not hold outside."
-        )
+        why = words.why_not_for_release(result.summary.not_for_release)
+        lines.append(f"[bold]NOT FOR RELEASE[/bold]: {why}")
     return lines
 
 

@@ -22,13 +22,15 @@ def train(
         Text,
         typer.Argument(
             metavar="DATASET",
-            help="mnist, fmnist, or a file of your own: .csv, .npz, .pt. [default: a sample of Fashion-MNIST]",
+            help="mnist, fmnist, cifar10, imdb, or a file of your own: .csv, .npz, .pt. "
+            "[default: a sample of Fashion-MNIST]",
         ),
     ] = None,
     method: Annotated[
         Text,
         typer.Option(
-            help="dpis, dpis-adaptive, dp-sgd, dp-sgd-decay, or sgd (not private). [default: dpis]"
+            help="dpis, dpis-adaptive, dp-sgd, dp-sgd-decay, dp-sgd-ts (tanh), dp-sgd-hf (scatter features), or sgd "
+            "(not private). [default: dpis]"
         ),
     ] = None,
     epsilon: Annotated[
@@ -106,9 +108,22 @@ def train(
     model: Annotated[
         Text,
         typer.Option(
-            help="scatter-linear, scatter-cnn, cnn, mlp, linear, or package.module:factory. "
-            "[default: scatter-linear for images, mlp for tables]"
+            help="scatter-linear, scatter-cnn, cnn (tanh), cnn-relu, mlp, linear; for texts "
+            "bag-linear, bag-mlp, rnn, rnn-tanh; or package.module:factory. [default: by the data]"
         ),
+    ] = None,
+    normalise: Annotated[
+        Text,
+        typer.Option(
+            metavar="group|channel",
+            help="Scatter features: by record, or by an accounted release. [default: group]",
+        ),
+    ] = None,
+    augment: Annotated[
+        Text, typer.Option(metavar="shift,flip", help="Models of pixels: change images at random.")
+    ] = None,
+    augmentations: Annotated[
+        Count, typer.Option(help="Changed copies of a record in a step, averaged. [default: 1]")
     ] = None,
     ema: Annotated[
         Number,
@@ -176,7 +191,11 @@ def train(
     ] = None,
     eval_data: Annotated[Text, typer.Option(help="Your file to measure the model on.")] = None,
     eval_share: Annotated[
-        Number, typer.Option(help="Without it: hold out this share by coins. [default: 0.1]")
+        Number,
+        typer.Option(
+            help="Hold this share of the training records out by coins, to measure on. "
+            "[default: 0.1 of your file; of a data set by name its test set is used instead]"
+        ),
     ] = None,
     seed: Annotated[
         Count, typer.Option(help="Repeatable, for research: the model is then not for release.")

@@ -264,14 +264,37 @@ class ArrayPreprocessing:
         return cls(tuple(shape), divide, target_from_json(fields["target"]))
 
 
-Preprocessing = TablePreprocessing | ArrayPreprocessing
+@dataclass(frozen=True, slots=True)
+class TextPreprocessing:
+    """Texts as they are, and the target."""
+
+    target: Target
+
+    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
+        """A model's outputs as class names, or as numbers in the units of the target."""
+        return self.target.decode(outputs)
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {"kind": "text", "target": self.target.to_json()}
+
+    @classmethod
+    def from_json(cls, data: object) -> TextPreprocessing:
+        """The inverse of `to_json`."""
+        return cls(target_from_json(_fields(data, "text", {"target"})["target"]))
+
+
+FilePreprocessing = TablePreprocessing | ArrayPreprocessing
+Preprocessing = FilePreprocessing | TextPreprocessing
 
 
 def preprocessing_from_json(data: object) -> Preprocessing:
-    """Either kind, as its ``to_json`` wrote it."""
+    """Any kind, as its ``to_json`` wrote it."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if kind == "array":
         return ArrayPreprocessing.from_json(data)
+    if kind == "text":
+        return TextPreprocessing.from_json(data)
     return TablePreprocessing.from_json(data)
 
 

@@ -20,8 +20,8 @@ from dpis.data.preprocessing import (
     ArrayPreprocessing,
     CategoricalColumn,
     Column,
+    FilePreprocessing,
     NumericColumn,
-    Preprocessing,
     TablePreprocessing,
     confirmed_public,
     encode_table_targets,
@@ -49,7 +49,7 @@ class EncodedRecords:
     targets: torch.Tensor
     """int64 labels or float32 numbers in ``[-1, 1]``, ``[N]``."""
 
-    preprocessing: Preprocessing
+    preprocessing: FilePreprocessing
     user_ids: NDArray[np.int64] | None
     """``[N]``, users numbered from 0 in order of first appearance."""
 
@@ -234,7 +234,7 @@ def open_records(
 
 def encode_evaluation(
     path: str | Path,
-    preprocessing: Preprocessing,
+    preprocessing: FilePreprocessing,
     *,
     user_column: str | None = None,
     delimiter: str | None = None,
@@ -250,7 +250,7 @@ def encode_evaluation(
 
 
 def encode_features(
-    path: str | Path, preprocessing: Preprocessing, *, delimiter: str | None = None
+    path: str | Path, preprocessing: FilePreprocessing, *, delimiter: str | None = None
 ) -> torch.Tensor:
     """Features of another file, to predict from; targets and further columns are ignored, if there are any."""
     path = Path(path)

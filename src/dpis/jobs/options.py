@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpis.errors import InputError
+from dpis.jobs.systems import system
 from dpis.mechanism import Method
 
 SAMPLE = "fmnist-sample"
@@ -21,6 +22,9 @@ class JobOptions:
     dataset: str = SAMPLE
     method: str = "dpis"
     model: str | None = None
+    normalise: str | None = None
+    augment: str | None = None
+    augmentations: int | None = None
     # the promise
     epsilon: float | None = None
     delta: float | None = None
@@ -72,15 +76,17 @@ class JobOptions:
             raise InputError(
                 f"--eval-share must lie strictly between 0 and 1, found {self.eval_share:g}"
             )
-        if self.eval_share is not None and (
-            self.eval_data is not None or not is_file(self.dataset)
-        ):
+        if self.eval_share is not None and self.eval_data is not None:
             raise InputError(
-                "--eval-share holds records out of your file: it would have no effect here"
+                "--eval-share holds training records out, --eval-data brings others: give one of them"
             )
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
             raise InputError(f"--lr must be a finite number above 0, found {self.lr!r}")
-        self._refuse_what_the_method_ignores(Method.parse(self.method))
+        if self.normalise not in (None, "group", "channel"):
+            raise InputError(f"--normalise must be group or channel, found {self.normalise!r}")
+        if self.augmentations is not None and self.augment is None:
+            raise InputError("--augmentations has no effect without --augment: say what changes")
+        self._refuse_what_the_method_ignores(system(self.method).method)
 
     def _refuse_what_the_method_ignores(self, method: Method) -> None:
         """An option that would have no effect is an error: silence would be taken for consent."""

@@ -11,55 +11,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpis.data.glove import load_glove
 from dpis.data.preprocessing import (
     ArrayPreprocessing,
     Preprocessing,
     TablePreprocessing,
+    TextPreprocessing,
     preprocessing_from_json,
 )
 from dpis.data.targets import ClassTarget
 from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
+from dpis.features.channels import ChannelScale
 from dpis.features.standalone import scattering_source
+from dpis.features.words import bag_features, word_sequences
 from dpis.jobs import plain_table
+from dpis.models import Inputs
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image."""
 
 Progress = Callable[[int, int], None]
+Records = Tensor | tuple[str, ...]
+"""Arrays or rows of numbers; texts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pipeline:
     """Preprocessing that looks at one record at a time, so it costs no privacy.
 
     Attributes:
-        preprocessing: from a file's records to float features.
-        scattered: describe images by normalised scatter features.
+        preprocessing: from a file's records to float features, or to texts.
+        kind: what the model takes.
+        scale: of the channels of scatter features, from accounted releases; None: groups of channels are normalised
+            record by record.
     """
 
     preprocessing: Preprocessing
-    scattered: bool
+    kind: Inputs
+    scale: ChannelScale | None = None
 
-    def inputs(self, features: Tensor, progress: Progress | None = None) -> Tensor:
+    def inputs(self, records: Records, progress: Progress | None = None) -> Tensor:
         """What the model takes, from what `preprocessing` made."""
-        if features.ndim == 3:
-            features = features[:, None]  # grey images have one channel
-        if not self.scattered:
+        return self.normalised(self.described(records, progress))
+
+    def described(self, records: Records, progress: Progress | None = None) -> Tensor:
+        """The records as tensors, before they are normalised."""
+        if not isinstance(records, Tensor):
+            return self._from_texts(records)
+        features = records[:, None] if records.ndim == 3 else records  # grey images: one channel
+        if self.kind is not Inputs.SCATTERED:
             return features
-        return group_normalise(scatter_features(features, progress=progress), GROUPS)
+        return scatter_features(features, progress=progress)
+
+    def normalised(self, features: Tensor) -> Tensor:
+        """Scatter features brought to one scale; other features as they are."""
+        if self.kind is not Inputs.SCATTERED:
+            return features
+        if self.scale is not None:
+            return self.scale(features)
+        return group_normalise(features, GROUPS)
+
+    def _from_texts(self, texts: tuple[str, ...]) -> Tensor:
+        vectors = load_glove()
+        if self.kind is Inputs.WORDS:
+            return word_sequences(texts, vectors.words)
+        return bag_features(texts, vectors)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""
-        return {"records": self.preprocessing.to_json(), "scattered": self.scattered}
+        scale = None if self.scale is None else self.scale.to_json()
+        return {
+            "records": self.preprocessing.to_json(),
+            "inputs": self.kind.value,
+            "channel_scale": scale,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Pipeline:
         """The inverse of `to_json`."""
-        return cls(preprocessing_from_json(data["records"]), bool(data["scattered"]))
+        scale = data["channel_scale"]
+        return cls(
+            preprocessing_from_json(data["records"]),
+            Inputs(data["inputs"]),
+            None if scale is None else ChannelScale.from_json(scale),
+        )
 
     def source(self) -> str:
-        """Python that defines ``preprocess`` and ``decode``, given torch and nn alone."""
+        """Python that defines ``preprocess`` and ``decode``, given torch and nn alone; empty for texts."""
+        if isinstance(self.preprocessing, TextPreprocessing):
+            return ""
         if isinstance(self.preprocessing, TablePreprocessing):
             inputs = _table_source(self.preprocessing.to_json()["columns"])
         else:
@@ -71,15 +112,25 @@ class Pipeline:
         lines = ["    inputs = torch.as_tensor(records).float()" + " / 255" * arrays.divide_by_255]
         if len(shape) == 2:
             lines.append("    inputs = inputs[:, None]  # one channel")
-        if self.scattered:
+        scattered = self.kind is Inputs.SCATTERED
+        if scattered:
             lines.append(f"    inputs = Scattering(({shape[-2]}, {shape[-1]}))(inputs)")
-            lines.append(f"    inputs = nn.functional.group_norm(inputs, {GROUPS})")
+            lines += self._normalise_lines()
         kind = "uint8" if arrays.divide_by_255 else "float"
         doc = f'    """{kind} records of shape {shape}, as the network takes them."""'
         function = "\n".join(
             ["@torch.no_grad()\ndef preprocess(records):", doc, *lines, "    return inputs"]
         )
-        return (scattering_source() if self.scattered else "") + "\n\n" + function + "\n"
+        return (scattering_source() if scattered else "") + "\n\n" + function + "\n"
+
+    def _normalise_lines(self) -> list[str]:
+        if self.scale is None:
+            return [f"    inputs = nn.functional.group_norm(inputs, {GROUPS})"]
+        return [
+            f"    mean = torch.tensor({list(self.scale.mean)}).reshape(1, -1, 1, 1)",
+            f"    deviation = torch.tensor({list(self.scale.deviation)}).reshape(1, -1, 1, 1)",
+            "    inputs = (inputs - mean) / deviation",
+        ]
 
 
 def _table_source(columns: object) -> str:

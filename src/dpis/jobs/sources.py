@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dpis.accounting import Release
-from dpis.data.named import ImageDataset, load
-from dpis.data.preprocessing import ArrayPreprocessing, Preprocessing
+from dpis.data.named import ImageDataset, TextDataset, load
+from dpis.data.preprocessing import ArrayPreprocessing, Preprocessing, TextPreprocessing
 from dpis.data.records import RawRecords, encode_evaluation, open_records
 from dpis.data.sample import load_sample
 from dpis.data.scaling import bounds_from_counts, sensitivity
@@ -22,9 +22,12 @@ from dpis.data.split import split_by_coins
 from dpis.data.targets import ClassTarget
 from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, JobOptions, is_file
+from dpis.jobs.pipeline import Records
 from dpis.mechanism import Mechanism
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
+
+NamedDataset = ImageDataset | TextDataset
 
 SCALE = "scale"
 """The ledger's label of released column bounds."""
@@ -37,7 +40,7 @@ class Encoded:
     """Features and targets before the model's own pipeline.
 
     Attributes:
-        features: float32, one row a record.
+        features: float32, one row a record; or texts.
         targets: labels or scaled numbers.
         held_out_features: as ``features``, of records that take no part in training.
         held_out_targets: as ``targets``.
@@ -46,9 +49,9 @@ class Encoded:
         public_by_confirmation: what the user said is public although it was read from the data.
     """
 
-    features: Tensor
+    features: Records
     targets: Tensor
-    held_out_features: Tensor
+    held_out_features: Records
     held_out_targets: Tensor
     preprocessing: Preprocessing
     user_ids: npt.NDArray[np.int64] | None = None
@@ -82,6 +85,11 @@ class Source(ABC):
     def image_shape(self) -> tuple[int, ...] | None:
         """The shape of one image; None for tables."""
 
+    @property
+    def of_texts(self) -> bool:
+        """Whether records are texts."""
+        return False
+
     @abstractmethod
     def encode(self, mechanism: Mechanism | None) -> Encoded:
         """Tensors. Without a mechanism a rehearsal: with made-up bounds, to find errors before anything is spent."""
@@ -98,34 +106,68 @@ class Source(ABC):
 
 
 class NamedSource(Source):
-    """A public data set by name, with its own test set."""
+    """A public data set by name. Measured on its test set, or on training records held out by coins."""
 
-    def __init__(self, data: ImageDataset) -> None:
+    def __init__(self, data: NamedDataset, share: float | None, key: Key) -> None:
         self._data = data
         self.name = data.name
-        self.held_out = f"the {len(data.test_labels):,} test images of {data.name}"
+        labels = data.train_labels
+        self._train, self._held_out = np.arange(len(labels)), None
+        self.held_out = f"the {len(data.test_labels):,} test records of {data.name}"
+        if share is not None:
+            coins = key.stream("split", 0).uniforms(len(labels))
+            self._train, self._held_out = split_by_coins(len(labels), share, coins)
+            self.held_out = f"about {share:.0%} of the training records of {data.name}"
 
     @property
     def population(self) -> int:
-        """Its training images."""
-        return len(self._data.train_labels)
+        """The records it trains on."""
+        return len(self._train)
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
+    def image_shape(self) -> tuple[int, ...] | None:
         """Height and width, with channels before them if there are any."""
-        return tuple(self._data.train_images.shape[1:])
+        data = self._data
+        return None if isinstance(data, TextDataset) else tuple(data.train_images.shape[1:])
+
+    @property
+    def of_texts(self) -> bool:
+        """By the data set."""
+        return isinstance(self._data, TextDataset)
 
     def encode(self, mechanism: Mechanism | None) -> Encoded:
-        """Pixels from 0 to 1."""
+        """Pixels from 0 to 1, or texts."""
         data = self._data
         target = ClassTarget("label", data.classes)
+        if isinstance(data, TextDataset):
+            preprocessing: Preprocessing = TextPreprocessing(target)
+            train: Records = data.train_texts
+            test: Records = data.test_texts
+        else:
+            shape = tuple(data.train_images.shape[1:])
+            preprocessing = ArrayPreprocessing(shape, divide_by_255=True, target=target)
+            train, test = data.train_images, data.test_images
+        measured, measured_targets = test, data.test_labels
+        if self._held_out is not None:
+            measured = _rows(train, self._held_out)
+            measured_targets = data.train_labels[torch.from_numpy(self._held_out)]
         return Encoded(
-            features=data.train_images.float() / 255,
-            targets=data.train_labels,
-            held_out_features=data.test_images.float() / 255,
-            held_out_targets=data.test_labels,
-            preprocessing=ArrayPreprocessing(self.image_shape, divide_by_255=True, target=target),
+            features=_unit_pixels(_rows(train, self._train)),
+            targets=data.train_labels[torch.from_numpy(self._train)],
+            held_out_features=_unit_pixels(measured),
+            held_out_targets=measured_targets,
+            preprocessing=preprocessing,
         )
+
+
+def _rows(records: Records, rows: npt.NDArray[np.int64]) -> Records:
+    if isinstance(records, Tensor):
+        return records[torch.from_numpy(rows)]
+    return tuple(records[row] for row in rows)
+
+
+def _unit_pixels(records: Records) -> Records:
+    return records.float() / 255 if isinstance(records, Tensor) else records
 
 
 class FileSource(Source):
@@ -251,7 +293,8 @@ def open_source(options: JobOptions, key: Key) -> Source:
             raise InputError(
                 f"{flag} is for a file of your own; {options.dataset} is a data set by name and needs none"
             )
-    return NamedSource(load_sample() if options.dataset == SAMPLE else load(options.dataset))
+    data = load_sample() if options.dataset == SAMPLE else load(options.dataset)
+    return NamedSource(data, options.eval_share, key)
 
 
 def _schema(options: JobOptions) -> Schema:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpis.accounting import Accountant, AdaptivePlan, CountSource
 from dpis.errors import InputError
+from dpis.features.augment import Augmentation
+from dpis.features.channels import LONGEST, MEAN, SQUARE, ChannelScale, channel_sums
 from dpis.jobs.options import JobOptions
 from dpis.jobs.pipeline import Pipeline, to_device
+from dpis.jobs.settings import (
+    DEFAULT_EMA,
+    learning_rate,
+    make_config,
+    model_name,
+    releases,
+    require_fit,
+    said_or,
+)
 from dpis.jobs.sources import Encoded, Source, open_source
-from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum, make_plan
+from dpis.jobs.systems import system
+from dpis.mechanism import Config, Mechanism
 from dpis.models import ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
@@ -27,10 +38,7 @@ from dpis.training.files import RunFolder, next_run_folder
 from dpis.training.model_file import describe
 from dpis.training.progress import Reporter
 
-T = TypeVar("T")
-
 MAX_ROWS_PER_USER = 8
-CLIP_STEPS = 100.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class _Job:
         self._options, self._key = options, key
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
         self._device = to_device(options.device)
-        self._method = Method.parse(options.method)
+        self._system = system(options.method)
         if options.optimizer not in OPTIMIZERS:
             raise InputError(
                 f"--optimizer must be one of {', '.join(OPTIMIZERS)}, found {options.optimizer!r}"
@@ -84,22 +92,19 @@ class _Job:
         began = time.monotonic()
         options = self._options
         source = open_source(options, self._key)
-        kind = model_kind(options.model or _default_model(source))
-        if kind.scattered and source.image_shape is None:
-            raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
+        kind = model_kind(model_name(options, self._system, source))
+        require_fit(options, kind, source)
         if options.max_rows_per_user is not None and not source.user_level:
             raise InputError("--max-rows-per-user has no effect without users: give --user-column")
-        config = _config(options, self._method, kind, source)
-        task = self._task(
-            source.encode(None), kind, config
-        )  # errors come before anything is written
+        config = make_config(options, self._system.method, kind, source)
+        task = self._task(source, kind, config, None)  # errors come before anything is written
         if resume is None:
             for note in source.notes:
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
-        if source.releases:  # the task above was a rehearsal, with made-up bounds
+        if releases(options, source):  # the task above was a rehearsal, with made-up statistics
             try:
-                task = self._task(source.encode(run.mechanism), kind, config)
+                task = self._task(source, kind, config, run.mechanism)
             except BaseException:
                 run.discard() if resume is None else run.close()
                 raise
@@ -122,10 +127,12 @@ class _Job:
         )
         return Run.start(path, config, source.population, self._key, run_options)
 
-    def _task(self, encoded: Encoded, kind: ModelKind, config: Config) -> Task:
+    def _task(
+        self, source: Source, kind: ModelKind, config: Config, mechanism: Mechanism | None
+    ) -> Task:
         options = self._options
-        pipeline = Pipeline(encoded.preprocessing, kind.scattered)
-        inputs = pipeline.inputs(encoded.features)
+        encoded = source.encode(mechanism)
+        pipeline, inputs = self._pipeline(encoded, kind, mechanism)
         held_out_inputs = pipeline.inputs(encoded.held_out_features)
         classification = encoded.preprocessing.target.task == "classification"
         classes = getattr(encoded.preprocessing.target, "classes", None)
@@ -135,14 +142,16 @@ class _Job:
         records = Records(
             TensorDataset(inputs, encoded.targets),
             user_ids=encoded.user_ids,
-            max_rows_per_user=_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
+            max_rows_per_user=said_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
             if encoded.user_ids is not None
             else 1,
+            augment=None if options.augment is None else Augmentation(options.augment),
+            augmentations=said_or(options.augmentations, 1),
             device=self._device,
         )
         metric = "accuracy" if classification else "squared_error"
         trained = [p for p in model.parameters() if p.requires_grad]
-        lr = _default_learning_rate(kind, config) if options.lr is None else options.lr
+        lr = learning_rate(options, kind, config)
         ema = DEFAULT_EMA if options.ema is None else options.ema
         return Task(
             model=model,
@@ -165,98 +174,47 @@ class _Job:
             ),
         )
 
+    def _pipeline(
+        self, encoded: Encoded, kind: ModelKind, mechanism: Mechanism | None
+    ) -> tuple[Pipeline, Tensor]:
+        """How inputs are made, and those of the training records."""
+        if self._options.normalise != "channel":
+            pipeline = Pipeline(encoded.preprocessing, kind.inputs)
+            return pipeline, pipeline.inputs(encoded.features)
+        plain = Pipeline(encoded.preprocessing, kind.inputs, scale=None)
+        features = plain.described(encoded.features)
+        pipeline = Pipeline(encoded.preprocessing, kind.inputs, _scale(features, mechanism))
+        return pipeline, pipeline.normalised(features)
+
+
+def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
+    """Of the channels, from two noisy releases. Without a mechanism made up: a rehearsal spends nothing."""
+    channels = features.shape[1]
+    if mechanism is None:
+        return ChannelScale((0.0,) * channels, (1.0,) * channels)
+    sums = channel_sums(features)
+    if mechanism.plan.accounting is not None:  # sgd promises nothing, so it needs no noise
+        means, squares = (
+            mechanism.release(label, value, LONGEST)
+            for label, value in zip((MEAN, SQUARE), sums, strict=True)
+        )
+        sums = means, squares
+    return ChannelScale.from_sums(*sums, mechanism.plan.workload.n_public)
+
 
 def _column_squared_error(output: Any, target: Any) -> Any:
     return (output.reshape(len(target), -1).mean(1) - target).square()
-
-
-def _or(said: T | None, default: T) -> T:
-    return default if said is None else said
-
-
-def _default_model(source: Source) -> str:
-    shape = source.image_shape
-    return "mlp" if shape is None or min(shape[-2:]) < 8 else "scatter-linear"
-
-
-def _config(options: JobOptions, method: Method, kind: ModelKind, source: Source) -> Config:
-    n_public = source.population if options.n_public is None else options.n_public
-    clip_norm, clipping = _clipping(options, kind)
-    batch_size = options.batch_size
-    if batch_size is None:
-        batch_size = default_batch_size(n_public)
-    return Config(
-        method=method,
-        epsilon=_or(options.epsilon, 3.0),
-        delta=_or(options.delta, 1e-5),
-        n_public=n_public,
-        n_public_source=CountSource.DATASET_LENGTH
-        if options.n_public is None
-        else CountSource.GIVEN,
-        batch_size=batch_size,
-        epochs=DEFAULT_EPOCHS if options.epochs is None else options.epochs,
-        kappa=options.kappa,
-        equivalent_batch=options.equivalent_batch,
-        headroom=_or(options.k, 5.0),
-        floor=_or(options.g_l, 0.05),
-        contribution=Contribution.parse(_or(options.contribution, "weight")),
-        clip_norm=clip_norm,
-        clipping=clipping,
-        a_e=_or(options.a_e, 0.8),
-        norm_sum=NormSum.parse(_or(options.norm_sum, "full-pass")),
-        decay_rate=_or(options.decay_rate, 0.005),
-        accountant=Accountant.parse(_or(options.accountant, "pld")),
-        releases=source.releases if method.private else (),
-        release_n=options.release_n,
-    )
-
-
-def _default_learning_rate(kind: ModelKind, config: Config) -> float:
-    """By the model and the noise of the first epoch, both public."""
-    plan = make_plan(config)
-    noise = (
-        plan.accounting.noise_multiplier
-        if isinstance(plan.accounting, AdaptivePlan)
-        else plan.noise_multiplier(1)
-    )
-    return kind.learning_rate(plan.workload.equivalent_batch[0], noise)
-
-
-DEFAULT_EPOCHS = 40
-DEFAULT_EMA = 0.95
-
-
-def default_batch_size(n_public: int) -> int:
-    """A fifth of the records, at most 8,192: large batches suffer least from noise."""
-    return max(1, min(8192, n_public // 5))
-
-
-def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClipping | None]:
-    """``--clip-norm auto``, or any of its bounds, adapts the clip norm from the model's usual one."""
-    auto = options.clip_norm == "auto"
-    first = kind.clip_norm
-    if options.clip_norm is not None and not auto:
-        try:
-            first = float(options.clip_norm)
-        except ValueError:
-            raise InputError(
-                f"--clip-norm must be a number or auto, found {options.clip_norm!r}"
-            ) from None
-    bounds = (options.c_star, options.c_min, options.lambda_)
-    if not auto and all(value is None for value in bounds):
-        return first, None
-    return first, AdaptiveClipping(
-        ceiling=4 * first if options.c_star is None else options.c_star,
-        lowest=first / CLIP_STEPS if options.c_min is None else options.c_min,
-        quantile=1.0 if options.lambda_ is None else options.lambda_,
-    )
 
 
 def _public_recipe(options: JobOptions, source: Source) -> dict[str, Any]:
     """What the summary may say of the options: no path, no name of a user's file."""
     return {
         "data": source.name,
-        "model": options.model or _default_model(source),
+        "system": options.method,
+        "model": model_name(options, system(options.method), source),
+        "normalise": options.normalise,
+        "augment": options.augment,
+        "augmentations": options.augmentations,
         "optimizer": options.optimizer,
         "lr": options.lr,
         "ema": options.ema,

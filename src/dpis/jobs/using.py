@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpis.data.named import load
+from dpis.data.named import TextDataset, load
+from dpis.data.preprocessing import TextPreprocessing
 from dpis.data.records import encode_evaluation, encode_features
 from dpis.data.sample import load_sample
 from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, is_file
-from dpis.jobs.pipeline import Pipeline, to_device
+from dpis.jobs.pipeline import Pipeline, Records, to_device
 from dpis.models import model_kind
 from dpis.training.evaluation import METRICS, HeldOut, evaluate, evaluating
 from dpis.training.files import RunFolder
@@ -78,8 +79,10 @@ def evaluate_run(
 
 def _evaluation_data(
     run: FinishedRun, data: str | None, delimiter: str | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Records, Tensor]:
     if data is not None and is_file(data):
+        if isinstance(run.pipeline.preprocessing, TextPreprocessing):
+            raise InputError("a model of texts is measured on a data set by name, such as imdb")
         made = encode_evaluation(data, run.pipeline.preprocessing, delimiter=delimiter)
         return made.features, made.targets
     name = run.summary["recipe"].get("data") if data is None else data
@@ -87,12 +90,17 @@ def _evaluation_data(
         raise InputError(
             "this model was trained on a file of your own: name a file with targets to measure it on"
         )
+    known = load_sample() if name == SAMPLE else load(name)
+    if known.classes != run.card.classes:
+        raise InputError(f"{name} has other classes than this model was trained on")
+    of_texts = isinstance(run.pipeline.preprocessing, TextPreprocessing)
+    if isinstance(known, TextDataset):
+        if not of_texts:
+            raise InputError(f"this model was not trained on texts, as {name} has them")
+        return known.test_texts, known.test_labels
     if not getattr(run.pipeline.preprocessing, "divide_by_255", False):
         raise InputError(f"this model was not trained on pixels from 0 to 255, as {name} has them")
-    images = load_sample() if name == SAMPLE else load(name)
-    if images.classes != run.card.classes:
-        raise InputError(f"{name} has other classes than this model was trained on")
-    return images.test_images.float() / 255, images.test_labels
+    return known.test_images.float() / 255, known.test_labels
 
 
 def predict_file(
@@ -101,7 +109,11 @@ def predict_file(
     """One prediction for every record of a file, in its order: a class, or a number in the target's units."""
     run = FinishedRun(path, device)
     preprocessing = run.pipeline.preprocessing
-    features = encode_features(data, preprocessing, delimiter=delimiter)
+    features = (
+        _lines_of(data)
+        if isinstance(preprocessing, TextPreprocessing)
+        else encode_features(data, preprocessing, delimiter=delimiter)
+    )
     if not len(features):
         return []
     inputs = run.pipeline.inputs(features)
@@ -109,3 +121,11 @@ def predict_file(
     with evaluating(model):
         parts = [model(part.to(run.device)).cpu() for part in torch.split(inputs, ROWS_AT_ONCE)]
     return preprocessing.decode_predictions(torch.cat(parts))
+
+
+def _lines_of(path: str) -> tuple[str, ...]:
+    """Texts from a file, one a line."""
+    try:
+        return tuple(Path(path).read_text(encoding="utf-8").splitlines())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path} as text, one a line, in UTF-8: {error}") from None

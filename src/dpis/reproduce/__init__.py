@@ -1,0 +1,1 @@
+"""The paper's evaluation, run again: what it published, what is run here, what came out."""

@@ -1,0 +1,181 @@
+"""Runs the cells that are missing, two at a time, and writes a row as each ends."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpis.errors import DpisError
+from dpis.reproduce.cells import Cell
+from dpis.reproduce.results import Results, Row
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a request for cells."""
+
+    there: int
+    run: int
+    failed: tuple[str, ...]
+    left: int
+
+
+def run_missing(
+    cells: Sequence[Cell],
+    results: Results,
+    runs: Path,
+    *,
+    processes: int,
+    budget_minutes: float,
+    say: Say,
+) -> Outcome:
+    """Run what has no row yet, in the order given; begin no cell after the time is up.
+
+    Args:
+        cells: what is wanted.
+        results: where rows are and go.
+        runs: the folder for run folders. One that was interrupted is taken up.
+        processes: how many cells at once; each has its share of the cores.
+        budget_minutes: of wall time.
+        say: tells a person.
+    """
+    missing = [cell for cell in cells if results.find(cell) is None]
+    waiting = list({cell.key: cell for cell in missing}.values())
+    deadline = time.monotonic() + 60 * budget_minutes
+    done, failed = 0, []
+    if waiting:
+        say(f"{len(cells) - len(missing)} of {len(cells)} cells are there, {len(waiting)} to run")
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), _share_cores, (processes,)
+    ) as pool:
+        running: dict[Future[tuple[Row, bytes | None]], Cell] = {}
+        while running or (waiting and time.monotonic() < deadline):
+            while waiting and len(running) < processes and time.monotonic() < deadline:
+                cell = waiting.pop(0)
+                say(f"running  {_name(cell)}")
+                running[pool.submit(run_cell, cell, runs)] = cell
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                cell = running.pop(future)
+                try:
+                    row, ledger = future.result()
+                except DpisError as error:
+                    failed.append(f"{_name(cell)}: {error}")
+                    say(f"failed   {failed[-1]}")
+                    continue
+                results.add(row, ledger)
+                done += 1
+                say(
+                    f"done     {_name(cell)}: {100 * row['test_accuracy']:.2f} % in {row['wall_seconds']:.0f} s"
+                )
+    for cell in cells:
+        results.find(cell)  # cells that are the same run as one of these
+    return Outcome(len(cells) - len(missing), done, tuple(failed), len(waiting))
+
+
+def _share_cores(processes: int) -> None:
+    import torch
+
+    torch.set_num_threads(max(1, (torch.get_num_threads() if processes == 1 else 1)))
+
+
+def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
+    """Train it, verify its ledger, and make out its row."""
+    from dpis.jobs import JobOptions, resume_job, start_job
+    from dpis.training.files import RunFolder
+    from dpis.training.progress import Silent
+
+    folder = runs / f"{cell.folder_name}-{hashlib.sha256(cell.key.encode()).hexdigest()[:8]}"
+    if RunFolder(folder).checkpoint.exists():
+        job = resume_job(folder, Silent())
+    else:
+        if folder.exists():  # finished, and killed before its row was written
+            shutil.rmtree(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        job = start_job(JobOptions.from_json({**cell.options, "out": str(folder)}), Silent())
+    return _row(cell, folder, job.result.summary.as_json(), job.wall_seconds)
+
+
+def _row(
+    cell: Cell, folder: Path, summary: dict[str, Any], wall_seconds: float
+) -> tuple[Row, bytes | None]:
+    ledger = _verified_ledger(folder) if cell.epsilon is not None else None
+    row = {
+        "table": cell.table,
+        "dataset": cell.dataset,
+        "method": cell.method,
+        "recipe": cell.recipe,
+        "epsilon": cell.epsilon,
+        "delta": None if cell.epsilon is None else cell.options["delta"],
+        "seed": cell.seed,
+        "test_accuracy": summary["metrics"]["accuracy"],
+        "measured_on": summary["recipe"]["measured_on"],
+        "accountant": cell.accountant,
+        "wall_seconds": round(wall_seconds, 1),
+        "gradient_evaluations": summary["gradient_evaluations"],
+        "command": cell.command,
+        "commit": _commit(),
+        "claim": summary["claim"],
+        "machine": _machine(),
+        "options": cell.json_options,
+        "history": summary["history"],
+        "ledger_sha256": None if ledger is None else hashlib.sha256(ledger).hexdigest(),
+        "verified": ledger is not None,
+    }
+    return row, ledger
+
+
+def _verified_ledger(folder: Path) -> bytes:
+    from dpis.accounting import verify_ledger
+
+    path = folder / "ledger.jsonl"
+    verdict = verify_ledger(path, folder / "model.safetensors")
+    if not verdict.holds:
+        raise DpisError(f"the ledger in {folder.name} does not verify: {verdict.problem}")
+    return path.read_bytes()
+
+
+def _commit() -> str:
+    """Of the code that runs, with a mark if it was changed since."""
+    here = Path(__file__).parent
+    try:
+        said = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return said.stdout.strip()
+
+
+def _machine() -> str:
+    import torch
+
+    cores = multiprocessing.cpu_count()
+    return f"{platform.machine()}, {_processor()}, {cores} cores, {torch.get_num_threads()} thread(s) a run"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def _name(cell: Cell) -> str:
+    privacy = (
+        "not private" if cell.epsilon is None else f"epsilon {cell.epsilon:g} {cell.accountant}"
+    )
+    return f"{cell.table} {cell.dataset} {cell.method} {cell.recipe} {privacy} seed {cell.seed}"

@@ -1,0 +1,158 @@
+"""What is run: every cell is a `dpis train` that a person could type."""
+
+import json
+import shlex
+
+import pytest
+import typer
+
+from dpis.cli.app import app
+from dpis.errors import InputError
+from dpis.jobs import JobOptions
+from dpis.reproduce.cells import TABLES, Choice, cells_of, for_validation, key_of
+from dpis.reproduce.settings import EPSILONS, RECORDS, TABLE_3
+
+
+def every_cell():
+    return [cell for table in TABLES for cell in cells_of(table, Choice())]
+
+
+def parsed(command):
+    """What `dpis train` understands of it."""
+    words = shlex.split(command)
+    train = typer.main.get_command(app).commands["train"]
+    context = train.make_context("train", words[2:])
+    unsaid = (None, False)
+    return {
+        name: value
+        for name, value in context.params.items()
+        if not any(value is nothing for nothing in unsaid) and value not in ((), [])
+    }
+
+
+def test_every_command_says_exactly_the_options_of_its_cell():
+    for cell in every_cell():
+        said = parsed(cell.command)
+        assert {k: str(v) for k, v in said.items()} == {
+            k: str(v) for k, v in JobOptions.from_json(cell.options).__dict__.items() if k in said
+        }
+        assert set(said) == {k for k, v in cell.options.items() if v is not False}
+
+
+def test_options_are_accepted_and_the_keys_tell_runs_apart():
+    cells = every_cell()
+    for cell in cells:
+        JobOptions.from_json(cell.options)
+        json.dumps(cell.json_options, allow_nan=False)
+    by_key = {}
+    for cell in cells:
+        by_key.setdefault(cell.key, set()).add((cell.dataset, cell.method, cell.epsilon, cell.seed))
+    assert all(len(same) == 1 for same in by_key.values())
+
+
+def test_table_3_has_every_method_of_the_paper_at_every_epsilon():
+    cells = cells_of("table3", Choice(datasets=["fmnist"], recipes=["paper"], accountants=["rdp"]))
+    methods = {"dp-sgd", "dp-sgd-ts", "dp-sgd-decay", "dp-sgd-hf", "dpis-adaptive"}
+    assert {(c.method, c.epsilon) for c in cells if c.epsilon} == {
+        (method, epsilon) for method in methods for epsilon in EPSILONS
+    }
+    assert [c.epsilon for c in cells if c.method == "sgd"] == [None]
+
+
+def test_the_papers_row_has_the_papers_settings():
+    for dataset, a_e, k in (
+        ("mnist", 0.8, 5),
+        ("fmnist", 1, 5),
+        ("cifar10", 0.8, 5),
+        ("imdb", 0.8, 3),
+    ):
+        (cell,) = cells_of(
+            "table3",
+            Choice(
+                datasets=[dataset], recipes=["paper"], methods=["dpis-adaptive"], epsilons=[1.0]
+            ),
+        )
+        assert (cell.options["a_e"], cell.options["k"]) == (a_e, k)
+        assert cell.options["contribution"] == "reject"
+        assert "norm_sum" not in cell.options  # a full pass is the default
+
+
+def test_rdp_rows_charge_the_count_to_every_method_and_counts_are_declared():
+    for cell in every_cell():
+        if cell.epsilon is None:
+            assert "epsilon" not in cell.options
+        else:
+            assert cell.options["n_public"] == RECORDS[cell.dataset]
+            assert cell.options.get("release_n", False) == (cell.accountant == "rdp")
+
+
+def test_the_ablation_differs_from_dpis_in_its_sampling_alone():
+    for dataset in TABLE_3:
+        dpis, uniform = (
+            cells_of(
+                "table3",
+                Choice(datasets=[dataset], recipes=[r], methods=["dpis-adaptive"], epsilons=[1.0]),
+            )[0]
+            for r in ("paper", "same-schedule-uniform")
+        )
+        differing = {
+            name
+            for name in {*dpis.options, *uniform.options}
+            if dpis.options.get(name) != uniform.options.get(name)
+        }
+        assert differing == {"k", "contribution"}
+        assert uniform.options["k"] == float("inf")
+
+
+def test_cells_shared_by_two_tables_are_one_run():
+    (row,) = cells_of(
+        "table3",
+        Choice(datasets=["mnist"], recipes=["paper"], methods=["dpis-adaptive"], epsilons=[1]),
+    )
+    for table in ("table4", "table5", "table6"):
+        assert row.key in {cell.key for cell in cells_of(table, Choice(datasets=["mnist"]))}
+
+
+def test_cheap_cells_come_first():
+    costs = [cell.cost for cell in cells_of("table3", Choice())]
+    assert costs == sorted(costs)
+    assert costs[0] < costs[-1] / 10
+
+
+def test_validation_holds_training_records_out():
+    (cell,) = cells_of(
+        "table3",
+        Choice(
+            datasets=["fmnist"],
+            recipes=["paper"],
+            methods=["dp-sgd-ts"],
+            epsilons=[1],
+            accountants=["rdp"],
+        ),
+    )
+    tried = for_validation(cell, ["lr=8", "epochs=3"])
+    assert (tried.options["lr"], tried.options["epochs"]) == (8.0, 3)
+    assert tried.options["eval_share"] == 0.1
+    assert tried.options["n_public"] == 54_000
+    assert tried.key != cell.key
+    for broken in ("lr", "lr=fast"):
+        with pytest.raises(InputError, match="--set must be OPTION=VALUE"):
+            for_validation(cell, [broken])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"datasets": ["svhn"]}, {"methods": ["dpsur"]}, {"recipes": ["x"]}, {"accountants": ["zcdp"]}],
+)
+def test_unknown_names_are_refused_with_those_there_are(asked):
+    with pytest.raises(InputError, match="must be one of"):
+        Choice(**asked)
+
+
+def test_a_choice_without_cells_is_refused():
+    with pytest.raises(InputError, match="has no such cells"):
+        cells_of("table3", Choice(datasets=["imdb"], methods=["dp-sgd-hf"]))
+
+
+def test_key_does_not_depend_on_the_order_of_options():
+    assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
