@@ -196,4 +196,4 @@ def _run(
         + (f", {outcome.left} left for lack of time" if outcome.left else "")
     )
     if outcome.failed:
-        raise InputError(f"{len(outcome.failed)} cells failed: {'; '.join(outcome.failed)}")
+        raise InputError(f"{len(outcome.failed)} of {len(cells)} cells failed, as told above")
