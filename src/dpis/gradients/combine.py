@@ -13,6 +13,7 @@ from torch import Tensor
 from dpis.gradients.aligned import product
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.base import Kept
+from dpis.gradients.factors.outer import smallest
 from dpis.gradients.factors.squares import where_terms_cancel
 
 
@@ -167,10 +168,7 @@ def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> T
 
 
 def _small(factor: Factor) -> Factor:
-    """Explicit gradients where they are smaller: norm and sum then need one product, not two."""
-    if isinstance(factor, Outer) and factor.inputs.shape[1] > 1 and factor.explicit_is_smaller:
-        return Dense(factor.explicit())
-    return factor
+    return smallest(factor) if isinstance(factor, Outer) else factor
 
 
 def _upright(part: Part) -> Part:

@@ -14,6 +14,12 @@ from dpis.gradients.factors import convolution_gram, convolution_kernels
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution import Convolution, convolution_factor
 from dpis.gradients.factors.convolution_geometry import Geometry
+from dpis.gradients.factors.convolution_phases import (
+    PhaseGradients,
+    Phases,
+    channels_last,
+    worth_splitting,
+)
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.base import Call, CouplingError
 from dpis.gradients.rules.convolution import RULES
@@ -145,9 +151,17 @@ def keeping_gradients(inputs: Tensor, output_grads: Tensor, geometry: Geometry) 
     return convolution_kernels.KernelGradients(kept)
 
 
+def keeping_phases(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
+    if geometry.groups > 1:
+        pytest.skip("groups are not split into phases")
+    if inputs.dtype == torch.bfloat16:
+        pytest.skip("half precision is left to the convolution kernels")
+    return Phases.of(inputs, geometry).gradients(output_grads)
+
+
 every_factor = pytest.mark.parametrize(
     "make",
-    [keeping_activations, keeping_gradients, convolution_factor],
+    [keeping_activations, keeping_gradients, keeping_phases, convolution_factor],
     ids=lambda make: make.__name__,
 )
 MakeFactor = Callable[[Tensor, Tensor, Geometry], Factor]
@@ -278,6 +292,78 @@ def test_a_norm_does_not_depend_on_the_neighbours(problem: Problem, last: bool) 
         assert torch.equal(norms(beside_others)[stayed], at_home[stayed])
 
 
+FEW_OUTPUTS = [
+    Problem("scatter", (7, 7), (81, 16), settings={"stride": 2, "padding": 1}),
+    Problem("odd-channels-out", (6, 6), (45, 3), settings={"stride": 2}),
+    Problem("unit-stride", (5, 5), (50, 5), settings={"padding": 1}),
+    Problem("not-square", (9, 6), (33, 4), (3, 2), {"stride": (2, 3), "padding": (1, 0)}),
+]
+
+
+@pytest.mark.parametrize("problem", FEW_OUTPUTS, ids=lambda problem: problem.name)
+class TestByPhases:
+    """Many channels, few outputs: the forward pass, norms and sums all from the inputs split into phases."""
+
+    def test_norms_and_outputs_do_not_depend_on_the_neighbours(self, problem: Problem) -> None:
+        inputs, output_grads = tensors(problem, rows=64, dtype=torch.float32)
+        kernel = torch.randn_like(weight(problem, torch.float32))
+        assert worth_splitting(inputs, kernel, problem.geometry)
+
+        def found(order: Tensor) -> tuple[Tensor, Tensor]:
+            phases = Phases.of(inputs[order], problem.geometry)
+            norms = phases.gradients(output_grads[order]).squared_norms()
+            return phases.convolved(kernel, None), norms
+
+        at_home = found(torch.arange(64))
+        for seed in range(5):
+            moved = torch.randperm(64, generator=torch.Generator().manual_seed(seed))
+            for there, here in zip(found(moved), at_home, strict=True):
+                assert torch.equal(there, here[moved])
+
+    def test_the_convolution_and_its_gradients_are_those_of_torch(self, problem: Problem) -> None:
+        inputs, output_grads = tensors(problem)
+        kernel = torch.randn_like(weight(problem, torch.float64)).requires_grad_()
+        bias = torch.randn(problem.channels[1], dtype=torch.float64, requires_grad=True)
+        ways = (
+            Phases.of(inputs, problem.geometry).convolved(kernel, bias),
+            CONVOLUTIONS[2](inputs, kernel, bias, **problem.settings),
+        )
+        assert relative(*ways) < 1e-12
+        ours, theirs = (torch.autograd.grad(way, (kernel, bias), output_grads) for way in ways)
+        for found, expected in zip(ours, theirs, strict=True):
+            assert relative(found, expected) < 1e-12
+
+    def test_the_rule_takes_this_way(self, problem: Problem) -> None:
+        settings = {"padding": 0, **problem.settings}
+        layer = torch.nn.Conv2d(*problem.channels, problem.kernel, **settings)
+        call = call_of(layer, torch.randn(4, problem.channels[0], *problem.sizes))
+        ran = RULES[call.function].run(call)
+        factors = RULES[call.function].factors(ran.saved, [ran.result], [Layout(0)])
+        assert isinstance(dict(factors)[layer.weight], PhaseGradients)
+
+    def test_rows_of_a_record_may_lie_apart(self, problem: Problem) -> None:
+        """Two rows a record, ``[row, record]`` in one dimension."""
+        settings = {"padding": 0, **problem.settings}
+        layer = torch.nn.Conv2d(*problem.channels, problem.kernel, **settings).double()
+        inputs = torch.randn(6, problem.channels[0], *problem.sizes, dtype=torch.float64)
+        call = call_of(layer, inputs)
+        ran = RULES[call.function].run(call)
+        grads = torch.randn_like(ran.result)
+        apart = Layout(0, per_record=2, record_major=False)
+        found = dict(RULES[call.function].factors(ran.saved, [grads], [apart]))[layer.weight]
+        together = [0, 3, 1, 4, 2, 5]
+        expected = oracle(problem, inputs[together], grads[together], rows=2)
+        assert relative(found.fold(2).explicit(), expected) < 1e-12
+
+
+def test_channels_last_is_the_same_whatever_the_way() -> None:
+    for sizes in ((7, 7), (7, 5), (1, 1)):
+        images = torch.randn(3, 10, *sizes)
+        last = channels_last(images)
+        assert torch.equal(last, images)
+        assert last.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_the_choice_follows_the_sizes() -> None:
     few_positions = tensors(Problem("", (4, 4), (16, 32), settings={"padding": 1}))
     many_positions = tensors(Problem("", (32, 32), (4, 4), settings={"padding": 1}))
@@ -316,6 +402,8 @@ LAYERS = {
         torch.nn.Conv3d(2, 4, 2, padding=1, padding_mode="replicate", groups=2),
         (2, 3, 4, 3),
     ),
+    "by-phases": (torch.nn.Conv2d(41, 4, 3, stride=2, padding=1), (41, 7, 7)),
+    "by-phases-same": (torch.nn.Conv2d(80, 4, (2, 4), padding="same"), (80, 4, 5)),
     "channels-last-data": (torch.nn.Conv2d(17, 4, 3, stride=2, padding=1), (17, 7, 7)),
     "no-bias": (torch.nn.Conv2d(3, 4, 3, bias=False), (3, 5, 5)),
 }

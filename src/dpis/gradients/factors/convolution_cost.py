@@ -7,7 +7,10 @@ times of the two ways over the convolutions of benchmarks/per_example.py (see it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
+
+import torch
 
 from dpis.gradients.factors.convolution_geometry import Geometry
 
@@ -21,8 +24,9 @@ CACHE_FLOATS = 2**22
 """Numbers that a block of records may occupy while its norms are computed (16 MiB in float32)."""
 
 
+@lru_cache(maxsize=1024)
 def cheaper_by_gram(
-    inputs: Sequence[int], output_grads: Sequence[int], rows: int, geometry: Geometry
+    inputs: torch.Size, output_grads: torch.Size, rows: int, geometry: Geometry
 ) -> bool:
     """Whether Gram matrices cost less than the gradients themselves, by the shapes alone."""
     channels_in = inputs[1] // geometry.groups

@@ -11,8 +11,8 @@ with unit stride on every ``stride``-th input: the rest of the code knows only p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from torch import Tensor
@@ -50,12 +50,14 @@ class Geometry:
         """How many spatial dimensions there are."""
         return len(self.kernel)
 
-    def phases(self) -> Iterator[Phase]:
+    @lru_cache(maxsize=1024)  # noqa: B019 (a geometry is a value, and small)
+    def phases(self) -> tuple[Phase, ...]:
         """The unit-stride convolutions that this one is the sum of."""
-        for along in product(*(self._phases_along(dim) for dim in range(self.dimensions))):
-            yield Phase(
-                starts=tuple(start for start, _ in along), taps=tuple(taps for _, taps in along)
-            )
+        each = product(*(self._phases_along(dim) for dim in range(self.dimensions)))
+        return tuple(
+            Phase(starts=tuple(start for start, _ in along), taps=tuple(taps for _, taps in along))
+            for along in each
+        )
 
     def _phases_along(self, dim: int) -> list[tuple[int, tuple[Tap, ...]]]:
         taps: dict[int, list[Tap]] = {}

@@ -36,7 +36,7 @@ def norms_and_diagonals(
     sizes = output_grads.shape[2:]
     seen = sum_over_kernel(inputs, sizes, rows, geometry)
     sent = _gram(output_grads, rows)
-    terms = seen.view(sent.shape) * sent
+    terms = seen.reshape(sent.shape) * sent
     diagonals = terms.diagonal(dim1=1, dim2=2).sum(dim=1)
     return torch.stack([terms.flatten(1).sum(dim=1), diagonals], dim=1)
 
@@ -47,7 +47,7 @@ def sum_over_kernel(
     """``Σ_k <x_{p+k}, x_{p'+k}>`` for every pair of output positions, ``[records, (rows,*P)²]``."""
     records = inputs.shape[0] // rows
     dimensions = geometry.dimensions
-    total = inputs.new_zeros(records, *(rows, *output_sizes) * 2)
+    total: Tensor | None = None
     for phase in geometry.phases():
         some = geometry.every(inputs, phase)
         if some.numel() == 0 and records:
@@ -56,8 +56,8 @@ def sum_over_kernel(
         for dim, taps in enumerate(phase.taps):
             left, right = 2 + dim, 3 + dim + dimensions
             pairs = _sum_shifted(pairs, left, right, taps, output_sizes[dim])
-        total += pairs
-    return total
+        total = pairs if total is None else total + pairs
+    return inputs.new_zeros(records, *(rows, *output_sizes) * 2) if total is None else total
 
 
 def _gram(values: Tensor, rows: int) -> Tensor:
@@ -78,11 +78,15 @@ def _sum_shifted(pairs: Tensor, left: int, right: int, taps: tuple[Tap, ...], si
         return of.narrow(left, start, length).narrow(right, start, length)
 
     available = pairs.shape[left]
-    if len(taps) == 1 and 0 <= taps[0].shift <= available - size:
-        return window(pairs, taps[0].shift, size)
-    shape = list(pairs.shape)
-    shape[left] = shape[right] = size
-    total = pairs.new_zeros(shape)
+    whole = next((tap for tap in taps if 0 <= tap.shift <= available - size), None)
+    if whole is None:
+        shape = list(pairs.shape)
+        shape[left] = shape[right] = size
+        total = pairs.new_zeros(shape)
+    else:
+        total = window(pairs, whole.shift, size)
+        taps = tuple(tap for tap in taps if tap is not whole)
+        total = total.clone() if taps else total
     for tap in taps:
         first, last = max(0, -tap.shift), min(size, available - tap.shift)
         if first < last:

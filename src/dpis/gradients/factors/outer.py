@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpis.gradients.aligned import filled_up
 from dpis.gradients.factors.base import Factor, Kept
+from dpis.gradients.factors.dense import Dense
 from dpis.gradients.factors.selection import chosen, contributing
 from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
 
@@ -115,6 +116,13 @@ class Outer(Factor):
             torch.cat([self.inputs, other.inputs], dim=1),
             torch.cat([self.output_grads, other.output_grads], dim=1),
         )
+
+
+def smallest(factor: Outer) -> Factor:
+    """The gradients themselves where they are smaller: norm and sum then need one product, not two."""
+    if factor.inputs.shape[1] > 1 and factor.explicit_is_smaller:
+        return Dense(factor.explicit())
+    return factor
 
 
 def gram(vectors: Tensor) -> Tensor:

@@ -1,0 +1,295 @@
+"""A convolution as one matrix product for each phase of its inputs (see convolution_geometry).
+
+All kernel elements that look at a phase take it at once, ``x[q,:] W[:,(k,o)]``; each product belongs to the output
+position ``q − k``. With the output gradients brought back to the inputs that they belong to, ``s[q,(k,o)] = g[q−k,o]``,
+a record's gradient is a sum of outer products over positions,
+
+    G[(k,o),c] = Σ_q s[q,(k,o)] · x[q,c].
+
+Where many channels give few outputs, these products are faster than the kernels for convolutions, and the inputs, once
+they are split into phases, serve the forward pass, the norms and the weighted sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpis.gradients import aligned
+from dpis.gradients.factors.base import Factor, Kept
+from dpis.gradients.factors.convolution_cost import cheaper_by_gram
+from dpis.gradients.factors.convolution_geometry import Geometry, Phase
+from dpis.gradients.factors.outer import Outer, smallest
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where one kernel element meets a phase: slices of the outputs, and of the inputs they look at, rows first."""
+
+    element: int
+    outputs: tuple[slice, ...]
+    inputs: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One phase of images of a certain size, with the kernel elements that look at any of it."""
+
+    phase: Phase
+    sizes: tuple[int, ...]
+    windows: tuple[Window, ...]
+
+    @property
+    def elements(self) -> list[int]:
+        """The kernel elements, counted as if the kernel were flat."""
+        return [window.element for window in self.windows]
+
+
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """Images, split into phases.
+
+    Attributes:
+        inputs: the images as given, ``[rows, channels, *spatial]``.
+        values: of every phase, ``[rows, positions, channels]``; both sizes are filled up with zeros (see aligned.py).
+        splits: which phases these are.
+        geometry: where the kernel looks.
+    """
+
+    inputs: Tensor
+    values: tuple[Tensor, ...]
+    splits: tuple[Split, ...]
+    geometry: Geometry
+
+    @staticmethod
+    def of(inputs: Tensor, geometry: Geometry) -> Phases:
+        """The phases of some images, in copies of their own."""
+        splits = _splits(geometry, tuple(inputs.shape[2:]))
+        last = channels_last(inputs)
+        values = tuple(_positions(geometry.every(last, split.phase)) for split in splits)
+        return Phases(inputs, values, splits, geometry)
+
+    def convolved(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of the images, as torch gives it."""
+        result: Tensor = _Convolved.apply(self.inputs, weight, bias, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def in_order(self, rows_first: Callable[[Tensor], Tensor]) -> Phases:
+        """The same with the rows in another order."""
+        return replace(self, values=tuple(map(rows_first, self.values)))
+
+    def gradients(self, output_grads: Tensor) -> PhaseGradients:
+        """Every row's gradient of the kernel."""
+        shape = torch.Size((output_grads.shape[1], self.inputs.shape[1], *self.geometry.kernel))
+        sent = output_grads.movedim(1, -1).contiguous()
+        each = zip(self.values, self.splits, strict=True)
+        parts = tuple(
+            smallest(Outer(seen, _brought_back(sent, seen, split))) for seen, split in each
+        )
+        return PhaseGradients(parts, self.splits, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseGradients(Factor):
+    """Gradients of a kernel, phase by phase: no two phases share a kernel element.
+
+    Attributes:
+        parts: of every phase, of shape ``[kernel elements · channels_out, channels_in]``, the last filled up.
+        splits: which phases these are.
+        of_kernel: ``[channels_out, channels_in, *kernel]``.
+    """
+
+    parts: tuple[Factor, ...]
+    splits: tuple[Split, ...]
+    of_kernel: torch.Size
+
+    @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.parts[0].records
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[channels_out, channels_in, *kernel]``."""
+        return self.of_kernel
+
+    def squared_norms(self) -> Tensor:
+        """Those of the phases, added up."""
+        return torch.stack([part.squared_norms() for part in self.parts]).sum(0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """One product for each phase."""
+        return self._joined([part.weighted_sum(weights) for part in self.parts])
+
+    def explicit(self) -> Tensor:
+        """Every record's gradient."""
+        return self._joined([part.explicit() for part in self.parts])
+
+    def fold(self, rows_per_record: int) -> PhaseGradients:
+        """Phase by phase."""
+        return self._each(lambda part: part.fold(rows_per_record))
+
+    def select(self, kept: Kept) -> PhaseGradients:
+        """Phase by phase."""
+        return self._each(lambda part: part.select(kept))
+
+    def _each(self, changed: Callable[[Factor], Factor]) -> PhaseGradients:
+        return replace(self, parts=tuple(map(changed, self.parts)))
+
+    def _joined(self, by_phase: Sequence[Tensor]) -> Tensor:
+        """``[..., kernel elements · channels_out, channels_in]`` of the phases as ``[..., *shape]``."""
+        channels_out, channels_in, *kernel = self.shape
+        before = by_phase[0].shape[:-2]
+        joined = by_phase[0].new_zeros(*before, prod(kernel), channels_out, channels_in)
+        for split, found in zip(self.splits, by_phase, strict=True):
+            by_element = torch.unflatten(found[..., :channels_in], -2, (-1, channels_out))
+            for number, window in enumerate(split.windows):
+                joined[..., window.element, :, :] = by_element[..., number, :, :]
+        return torch.unflatten(joined.movedim(-3, -1), -1, kernel)
+
+
+class _Convolved(torch.autograd.Function):
+    """The forward pass by phases; who asks for the gradient of the summed loss gets torch's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, phases: Phases
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.geometry = phases.geometry
+        channels_out, sizes = weight.shape[0], _output_sizes(phases.geometry, inputs.shape[2:])
+        outputs = weight.new_zeros(()) if bias is None else bias
+        outputs = outputs.expand(inputs.shape[0], *sizes, channels_out).clone()
+        kernels = _by_phase(weight, phases)
+        for seen, split, kernel in zip(phases.values, phases.splits, kernels, strict=True):
+            products = aligned.product(seen, kernel)
+            shape = (*split.sizes, len(split.windows), channels_out)
+            by_place = products[:, : prod(split.sizes)].view(-1, *shape)
+            for number, window in enumerate(split.windows):
+                outputs[window.outputs].add_(by_place[window.inputs][..., number, :])
+        return outputs.movedim(-1, 1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        geometry: Geometry = ctx.geometry
+        _, wanted, biased, _ = ctx.needs_input_grad
+        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+            grads[0],
+            inputs,
+            weight,
+            [weight.shape[0]],
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            False,
+            (0,) * geometry.dimensions,
+            geometry.groups,
+            (False, wanted, biased),
+        )
+        return None, of_weight, of_bias, None
+
+
+def worth_splitting(inputs: Tensor, weight: Tensor, geometry: Geometry) -> bool:
+    """Whether the products by phases take no more room than the images, and Gram matrices give the norms."""
+    return geometry.groups == 1 and _worth_splitting(inputs.shape[1:], weight.shape[0], geometry)
+
+
+@lru_cache(maxsize=1024)
+def _worth_splitting(image: torch.Size, channels_out: int, geometry: Geometry) -> bool:
+    sizes = tuple(image[1:])
+    sent = torch.Size((1, channels_out, *_output_sizes(geometry, sizes)))
+    products = sum(prod(s.sizes) * len(s.windows) for s in _splits(geometry, sizes))
+    in_little_room = 0 < products * channels_out <= prod(image)
+    return in_little_room and cheaper_by_gram(torch.Size((1, *image)), sent, 1, geometry)
+
+
+def channels_last(images: Tensor) -> Tensor:
+    """``images.contiguous(memory_format=torch.channels_last)``; for square ones by a kernel that is twice as fast."""
+    rows, channels, *sizes = images.shape
+    if len(sizes) != 2 or sizes[0] != sizes[1] or not images.is_contiguous() or not images.numel():
+        return images.contiguous(memory_format=torch.channels_last) if len(sizes) == 2 else images
+    size = channels * sizes[0] ** 2
+    flat = images.as_strided(
+        (rows, size, 1, 1), (size, 1, size, size)
+    )  # one position: channels last as it is
+    return torch.pixel_shuffle(flat, sizes[0])
+
+
+@lru_cache(maxsize=1024)
+def _splits(geometry: Geometry, sizes: tuple[int, ...]) -> tuple[Split, ...]:
+    """The phases that any kernel element looks at."""
+    found = []
+    for phase in geometry.phases():
+        steps = zip(sizes, phase.starts, geometry.stride, strict=True)
+        some = tuple(len(range(start, size, step)) for size, start, step in steps)
+        windows = _windows(geometry, phase, some, _output_sizes(geometry, sizes))
+        if windows:
+            found.append(Split(phase, some, windows))
+    return tuple(found)
+
+
+def _windows(
+    geometry: Geometry, phase: Phase, sizes: tuple[int, ...], output_sizes: tuple[int, ...]
+) -> tuple[Window, ...]:
+    windows = []
+    for taps in product(*phase.taps):
+        firsts = [max(0, -tap.shift) for tap in taps]
+        lasts = [min(o, s - tap.shift) for o, s, tap in zip(output_sizes, sizes, taps, strict=True)]
+        if any(first >= last for first, last in zip(firsts, lasts, strict=True)):
+            continue  # it looks at nothing but padding
+        element = 0
+        for tap, length in zip(taps, geometry.kernel, strict=True):
+            element = element * length + tap.element
+        ranges = list(zip(firsts, lasts, taps, strict=True))
+        outputs = [slice(first, last) for first, last, _ in ranges]
+        inputs = [slice(first + tap.shift, last + tap.shift) for first, last, tap in ranges]
+        windows.append(Window(element, (slice(None), *outputs), (slice(None), *inputs)))
+    return tuple(windows)
+
+
+def _output_sizes(geometry: Geometry, sizes: Sequence[int]) -> tuple[int, ...]:
+    settings = zip(
+        sizes, geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True
+    )
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in settings)
+
+
+def _by_phase(weight: Tensor, phases: Phases) -> tuple[Tensor, ...]:
+    """Of every phase, those kernel elements that look at it: ``[channels_in, elements · channels_out]``, filled up."""
+    elements = torch.tensor([e for split in phases.splits for e in split.elements])
+    by_element = weight.flatten(2).index_select(2, elements).permute(1, 2, 0).flatten(1)
+    kernels = aligned.filled_up(by_element, -2)
+    return torch.split(kernels, [len(s.windows) * weight.shape[0] for s in phases.splits], dim=1)
+
+
+def _positions(images: Tensor) -> Tensor:
+    """``[rows, channels, *spatial]`` as ``[rows, positions, channels]``, both filled up with zeros."""
+    rows, channels, *sizes = images.shape
+    count = prod(sizes)
+    lines, columns = count + aligned.missing(count), channels + aligned.missing(channels)
+    values = images.new_empty(rows, lines, columns)
+    if lines > count:
+        values[:, count:] = 0
+    if columns > channels:
+        values[:, :count, channels:] = 0
+    by_place = values[:, :count].view(rows, *sizes, columns)
+    by_place[..., :channels] = images.movedim(1, -1)
+    return values
+
+
+def _brought_back(output_grads: Tensor, seen: Tensor, split: Split) -> Tensor:
+    """``s[q,(k,o)] = g[q−k,o]``, ``[rows, positions, elements · channels_out]``; ``g`` with its channels last."""
+    rows, channels_out = output_grads.shape[0], output_grads.shape[-1]
+    sent = output_grads.new_zeros(rows, seen.shape[1], len(split.windows), channels_out)
+    by_place = sent[:, : prod(split.sizes)].view(rows, *split.sizes, *sent.shape[2:])
+    for number, window in enumerate(split.windows):
+        by_place[window.inputs][..., number, :] = output_grads[window.outputs]
+    return sent.flatten(2)
