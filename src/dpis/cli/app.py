@@ -9,6 +9,7 @@ import typer
 
 from dpis import __version__
 from dpis.cli.plan import plan
+from dpis.cli.report import report
 from dpis.cli.reproduce import reproduce
 from dpis.cli.train import train
 from dpis.cli.using import evaluate, predict
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(evaluate)
 app.command()(predict)
+app.command()(report)
 app.command()(plan)
 app.command()(verify)
 app.add_typer(reproduce)

@@ -1,0 +1,414 @@
+"""From rows to tables, beside the published figures. Pure functions: every number is computed here, from rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpis.reproduce import published
+from dpis.reproduce.published import Grid
+
+Row = Mapping[str, Any]
+"""One line of results/*.jsonl."""
+
+PAPER = "paper"
+"""The recipe that follows the paper; any other goes beyond it."""
+
+RECIPES = {
+    "adaptive-clipping": "",
+    "fixed-clipping": "",
+    "augment": "on pixels, with shifted copies of images",
+    "bag": "linear on bags of word vectors",
+    "channel-scale": "linear, channels scaled by an accounted release",
+    "ema": "large batch and averaged weights",
+    "large-batch": "a larger equivalent batch",
+    "linear": "a linear model on scatter features",
+    "raw-pixels": "a network on pixels",
+    "same-schedule-uniform": "the same schedule, but uniform sampling (k = inf)",
+}
+"""What the names of recipes mean; those with nothing to say are the paper's own."""
+
+ACCOUNTS = {
+    "rdp": "Accounted by RDP, as the paper: a released count of records is charged to every method",
+    "pld": "Accounted by PLD: tighter, for methods whose noise is fixed beforehand; the count is declared",
+}
+
+DEFAULTS = {"a_e": 0.8, "k": 5.0}
+"""What `dpis train` takes where a row's options say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What our runs gave, in per cent."""
+
+    mean: float
+    seeds: int
+    spread: float | None
+    """Sample standard deviation from three seeds on, the range of two, None for one."""
+
+    @property
+    def spread_text(self) -> str:
+        """With its kind."""
+        if self.spread is None:
+            return ""
+        return f"std {self.spread:.2f}" if self.seeds >= 3 else f"range {self.spread:.2f}"
+
+    @property
+    def seeds_text(self) -> str:
+        """How many."""
+        return f"{self.seeds} seed{'s' * (self.seeds != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Ours beside the published figure."""
+
+    ours: Measured | None
+    published: float | None
+    absent: str = "not run"
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's, to the hundredth of a per cent that is shown."""
+        if self.ours is None or self.published is None:
+            return None
+        return round(self.ours.mean - self.published, 2) + 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a table; a reference holds figures of others alone."""
+
+    name: str
+    detail: str
+    cells: tuple[Cell, ...]
+    reference: bool = False
+    beyond: bool = False
+    """A recipe that is not the paper's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table as readers see it."""
+
+    title: str
+    corner: str
+    heads: tuple[str, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tables under one accountant."""
+
+    account: str
+    tables: tuple[Table, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One of the paper's tables."""
+
+    key: str
+    title: str
+    intro: str
+    blocks: tuple[Block, ...]
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def counted(row: Row) -> bool:
+    """Whether a row may enter a mean: it has an accuracy, and a verified ledger if it claims anything."""
+    accuracy = row.get("test_accuracy")
+    private = row.get("method") != "sgd"
+    return (
+        isinstance(accuracy, int | float)
+        and 0 <= accuracy <= 1
+        and (row.get("verified") is True or not private)
+    )
+
+
+def measured(rows: Iterable[Row]) -> Measured | None:
+    """Mean and spread over seeds; None without rows."""
+    values = [100 * float(row["test_accuracy"]) for row in rows]
+    if not values:
+        return None
+    spread = None
+    if len(values) >= 3:
+        spread = statistics.stdev(values)
+    elif len(values) == 2:
+        spread = max(values) - min(values)
+    return Measured(statistics.fmean(values), len(values), spread)
+
+
+def option(row: Row, name: str) -> Any:
+    """One of a row's options; where nothing was said, the default."""
+    value = (row.get("options") or {}).get(name)
+    return DEFAULTS.get(name) if value is None else value
+
+
+def clips_adaptively(row: Row) -> bool:
+    """Whether the clip norm was adapted: said so, or by any of its bounds."""
+    options = row.get("options") or {}
+    bounds = ("c_star", "c_min", "lambda_")
+    return options.get("clip_norm") == "auto" or any(options.get(n) is not None for n in bounds)
+
+
+def method_name(method: str) -> str:
+    """As the paper calls it."""
+    return {**published.METHODS, "dpis": "DPIS, noise fixed beforehand"}.get(method, method)
+
+
+def runs_of(rows: Iterable[Row]) -> list[Row]:
+    """One row for every run: one that stands in several tables was still run once."""
+    return list(
+        {json.dumps(row.get("options") or id(row), sort_keys=True): row for row in rows}.values()
+    )
+
+
+def mixed(rows: Sequence[Row]) -> list[str]:
+    """Cells whose rows do not belong together: one seed twice, or other settings. In words."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        names = ("table", "dataset", "method", "recipe", "epsilon", "accountant")
+        varied = (option(row, "a_e"), option(row, "k"), clips_adaptively(row))
+        own = varied if row.get("table") in ("table4", "table5", "table6") else ()
+        groups.setdefault((*(row.get(name) for name in names), *own), []).append(row)
+    found = []
+    for key, group in groups.items():
+        where = " ".join(str(part) for part in key[:5])
+        seeds = [row.get("seed") for row in group]
+        settings = {_settings(row) for row in group}
+        if len(set(seeds)) < len(seeds):
+            found.append(f"{where}: a seed is counted twice")
+        if len(settings) > 1:
+            found.append(f"{where}: {len(settings)} different settings are averaged")
+    return found
+
+
+def _settings(row: Row) -> str:
+    options = dict(row.get("options") or {})
+    for name in ("seed", "out", "device", "physical_batch"):
+        options.pop(name, None)
+    return json.dumps(options, sort_keys=True, default=str)
+
+
+# ── the paper's tables ───────────────────────────────────────────────────────────────────────────────
+
+
+def sections(rows: Sequence[Row]) -> list[Section]:
+    """Tables 3 to 6, whatever has been run."""
+    usable = [row for row in rows if counted(row)]
+
+    def of(table: str) -> list[Row]:
+        return [row for row in usable if row.get("table") == table]
+
+    return [
+        _table_3(of("table3")),
+        _table_4(of("table4")),
+        _table_5(of("table5")),
+        _table_6(of("table6")),
+    ]
+
+
+def _table_3(rows: Sequence[Row]) -> Section:
+    datasets = _known_first(published.DATASETS, (row["dataset"] for row in rows))
+    blocks = tuple(
+        Block(
+            account,
+            tuple(_by_epsilon(name, _accounted(rows, account), account) for name in datasets),
+        )
+        for account in ACCOUNTS
+    )
+    return Section(
+        "table3",
+        "Table 3: test accuracy by epsilon",
+        "Per cent, at delta = 1e-5, of the model after the last epoch.",
+        blocks,
+    )
+
+
+def _accounted(rows: Sequence[Row], account: str) -> list[Row]:
+    return [row for row in rows if row.get("accountant") == account or row.get("method") == "sgd"]
+
+
+def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
+    here = [row for row in rows if row["dataset"] == dataset]
+    grids = published.TABLE_3.get(dataset, {})
+    ran = {row["epsilon"] for row in here if row.get("epsilon") is not None}
+    epsilons = tuple(sorted({*published.TABLE_3_EPSILONS, *ran}))
+    lines: list[Line] = []
+    named = {(row["method"], row["recipe"]) for row in here}
+    for method in published.METHODS:
+        if method == "sgd":
+            lines.append(_ceiling(dataset, here, len(epsilons)))
+        elif method in grids or (method, PAPER) in named:
+            absent = "RDP only" if (method, account) == ("dpis-adaptive", "pld") else "not run"
+            lines.append(_line(here, method, PAPER, epsilons, grids.get(method), absent))
+    beyond = sorted(pair for pair in named if pair[1] != PAPER or pair[0] not in published.METHODS)
+    for method, recipe in beyond:
+        grid = grids.get("dpis-adaptive" if method == "dpis" else method)
+        lines.append(_line(here, method, recipe, epsilons, grid, "not run"))
+    if dataset in published.DPSUR:
+        cells = tuple(Cell(None, published.DPSUR[dataset].at(e), "") for e in epsilons)
+        lines.append(Line("DPSUR", published.DPSUR_REMARK, cells, reference=True))
+    heads = tuple(f"ε\u00a0=\u00a0{epsilon:g}" for epsilon in epsilons)
+    return Table(published.DATASETS.get(dataset, dataset), "method", heads, tuple(lines))
+
+
+def _line(
+    rows: Sequence[Row],
+    method: str,
+    recipe: str,
+    epsilons: Sequence[float],
+    grid: Grid | None,
+    absent: str,
+) -> Line:
+    mine = [row for row in rows if (row["method"], row["recipe"]) == (method, recipe)]
+    cells = tuple(
+        Cell(
+            measured(row for row in mine if row.get("epsilon") == epsilon),
+            None if grid is None else grid.at(epsilon),
+            absent,
+        )
+        for epsilon in epsilons
+    )
+    beyond = recipe != PAPER or method not in published.METHODS
+    name = method_name(method) + (f", {recipe}" if recipe != PAPER else "")
+    said = RECIPES.get(recipe, "") if beyond else ""
+    return Line(name, f"{method}: {said}" if said else method, cells, beyond=beyond)
+
+
+def _ceiling(dataset: str, rows: Sequence[Row], columns: int) -> Line:
+    """`sgd` has no epsilon: one cell, in the last column, where it is the limit."""
+    mine = [row for row in rows if row["method"] == "sgd" and row["recipe"] == PAPER]
+    empty = (Cell(None, None, ""),) * (columns - 1)
+    cell = Cell(measured(mine), published.NON_PRIVATE.get(dataset))
+    return Line(method_name("sgd"), "sgd: no epsilon, the ceiling", (*empty, cell))
+
+
+def _table_4(rows: Sequence[Row]) -> Section:
+    ran = {row["epsilon"] for row in rows}
+    epsilons = tuple(sorted({*published.TABLE_4_EPSILONS, *ran}))
+    kinds = (
+        ("adaptive clip norm", True, published.TABLE_4_ADAPTIVE),
+        ("fixed clip norm", False, published.TABLE_4_FIXED),
+    )
+
+    def lines(rows: Sequence[Row]) -> Iterator[Line]:
+        for dataset, shown in published.DATASETS.items():
+            for kind, adapts, grids in kinds:
+                mine = [
+                    r for r in rows if r["dataset"] == dataset and clips_adaptively(r) is adapts
+                ]
+                yield from _varied(
+                    mine, shown, kind, epsilons, grids[dataset], lambda row: row.get("epsilon")
+                )
+
+    heads = tuple(f"ε\u00a0=\u00a0{epsilon:g}" for epsilon in epsilons)
+    return Section(
+        "table4",
+        "Table 4: adaptive clipping",
+        "DPIS with the clip norm adapted by an accounted release an epoch, and with a fixed one.",
+        _blocks(rows, heads, lines),
+    )
+
+
+def _table_5(rows: Sequence[Row]) -> Section:
+    return _of_one_option(
+        rows,
+        "a_e",
+        published.TABLE_5,
+        key="table5",
+        title="Table 5: the budget schedule a_E",
+        intro="DPIS at epsilon = 1. a_E is the share of epochs that budget for the rest of the run as if kappa were 1.",
+        sign="a_E",
+    )
+
+
+def _table_6(rows: Sequence[Row]) -> Section:
+    return _of_one_option(
+        rows,
+        "k",
+        published.TABLE_6,
+        key="table6",
+        title="Table 6: the headroom k",
+        intro="DPIS at epsilon = 1. k is how much a record's gradient norm may have grown since it was last seen.",
+        sign="k",
+    )
+
+
+def _of_one_option(
+    rows: Sequence[Row],
+    name: str,
+    grids: Mapping[str, Grid],
+    *,
+    key: str,
+    title: str,
+    intro: str,
+    sign: str,
+) -> Section:
+    ran = {float(option(row, name)) for row in rows}
+    values = tuple(sorted({*grids["mnist"].values, *ran}))
+
+    def lines(rows: Sequence[Row]) -> Iterator[Line]:
+        for dataset, shown in published.DATASETS.items():
+            mine = [row for row in rows if row["dataset"] == dataset]
+            yield from _varied(
+                mine, shown, "", values, grids[dataset], lambda row: float(option(row, name))
+            )
+
+    heads = tuple(f"{sign} = {value:g}" for value in values)
+    return Section(key, title, intro, _blocks(rows, heads, lines))
+
+
+def _blocks(
+    rows: Sequence[Row], heads: tuple[str, ...], lines: Callable[[Sequence[Row]], Iterator[Line]]
+) -> tuple[Block, ...]:
+    """RDP always; PLD only if something was run: the adaptive method has no such account."""
+    accounts = [a for a in ACCOUNTS if a == "rdp" or any(r.get("accountant") == a for r in rows)]
+    return tuple(
+        Block(a, (Table("", "data set", heads, tuple(lines(_accounted(rows, a)))),))
+        for a in accounts
+    )
+
+
+def _varied(
+    rows: Sequence[Row],
+    name: str,
+    detail: str,
+    values: Sequence[float],
+    grid: Grid,
+    value_of: Callable[[Row], Any],
+) -> Iterator[Line]:
+    """The paper's line, then one for each other recipe or method that was run."""
+    kinds = {
+        (row["method"], row["recipe"]): (row["method"], _of_paper(row["recipe"])) for row in rows
+    }
+    others = {*kinds.values()} - {("dpis-adaptive", PAPER)}
+    for method, recipe in (("dpis-adaptive", PAPER), *sorted(others)):
+        mine = [row for row in rows if kinds[row["method"], row["recipe"]] == (method, recipe)]
+        cells = tuple(
+            Cell(measured(row for row in mine if value_of(row) == value), grid.at(value))
+            for value in values
+        )
+        beyond = (method, recipe) in others
+        said = f"{method}, {recipe}" if beyond else ""
+        yield Line(name, ", ".join(filter(None, (detail, said))), cells, beyond=beyond)
+
+
+def _of_paper(recipe: str) -> str:
+    return PAPER if RECIPES.get(recipe) == "" else recipe
+
+
+def _known_first(known: Iterable[str], found: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys((*known, *sorted(found))))
+
+
+def signed(difference: float) -> str:
+    """With its sign always: the sign, not a colour, says which is higher."""
+    return f"{difference:+.2f}".replace("-", "−")
