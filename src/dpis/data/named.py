@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from dpis.data.catalogue import FASHION_CLASSES, FASHION_LICENCE, Source
+from dpis.data.cifar import parse_batch
 from dpis.data.datasets import ImageDataset, TextDataset
 from dpis.data.idx import parse_idx
 from dpis.data.lookup import Location, available, find_source, read_files
+from dpis.data.reviews import parse_reviews
 from dpis.errors import InputError
 
 __all__ = [
@@ -26,7 +28,7 @@ __all__ = [
 
 
 def load(name: str) -> ImageDataset | TextDataset:
-    """The dataset called ``name``: ``mnist``, ``fmnist`` (also ``fashion-mnist``), ``imdb``.
+    """The dataset called ``name``: ``mnist``, ``fmnist`` (also ``fashion-mnist``), ``cifar10``, ``imdb``.
 
     Looked for in ``$DPIS_DATA/<folder>``, ``/usr/share/datasets/<folder>`` and ``data/<folder>`` of the user's cache;
     the first folder that has all its files is taken, and every file is checked.
@@ -58,24 +60,41 @@ def build_idx(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
     )
 
 
-def build_reviews(source: Source, contents: Mapping[str, bytes]) -> TextDataset:
-    """Reviews, one JSON object a line, in the order of the file: sorted by split, then label."""
-    records = [json.loads(line) for line in contents["reviews"].splitlines()]
-    parts = {
-        split: [record for record in records if record["split"] == split]
-        for split in ("train", "test")
+def build_cifar(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
+    """Five files to train on, in their order, and one to test with."""
+    batches = {
+        role: parse_batch(content, source.files[role].name) for role, content in contents.items()
     }
+    test_images, test_labels = batches.pop("test_batch")
+    images, labels = zip(*batches.values(), strict=True)
+    return ImageDataset(
+        name=source.name,
+        train_images=torch.from_numpy(np.concatenate(images)),
+        train_labels=torch.from_numpy(np.concatenate(labels)).long(),
+        test_images=torch.from_numpy(test_images.copy()),
+        test_labels=torch.from_numpy(test_labels.copy()).long(),
+        classes=source.classes,
+        licence=source.licence,
+    )
+
+
+def build_reviews(source: Source, contents: Mapping[str, bytes]) -> TextDataset:
+    """Reviews in the order of their file: sorted by split, then label."""
+    reviews = parse_reviews(contents["reviews"], source.files["reviews"].name)
+    train, test = ([r for r in reviews if r.split == split] for split in ("train", "test"))
     return TextDataset(
         name=source.name,
-        train_texts=tuple(record["text"] for record in parts["train"]),
-        train_labels=torch.tensor([record["label"] for record in parts["train"]]),
-        test_texts=tuple(record["text"] for record in parts["test"]),
-        test_labels=torch.tensor([record["label"] for record in parts["test"]]),
+        train_texts=tuple(r.text for r in train),
+        train_labels=torch.tensor([r.label for r in train]),
+        test_texts=tuple(r.text for r in test),
+        test_labels=torch.tensor([r.label for r in test]),
         classes=source.classes,
         licence=source.licence,
     )
 
 
 BUILDERS: Mapping[str, Callable[[Source, Mapping[str, bytes]], ImageDataset | TextDataset]] = (
-    MappingProxyType({"mnist": build_idx, "fmnist": build_idx, "imdb": build_reviews})
+    MappingProxyType(
+        {"mnist": build_idx, "fmnist": build_idx, "cifar10": build_cifar, "imdb": build_reviews}
+    )
 )
