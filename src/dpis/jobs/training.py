@@ -178,12 +178,10 @@ class _Job:
         self, encoded: Encoded, kind: ModelKind, mechanism: Mechanism | None
     ) -> tuple[Pipeline, Tensor]:
         """How inputs are made, and those of the training records."""
-        if self._options.normalise != "channel":
-            pipeline = Pipeline(encoded.preprocessing, kind.inputs)
-            return pipeline, pipeline.inputs(encoded.features)
-        plain = Pipeline(encoded.preprocessing, kind.inputs, scale=None)
-        features = plain.described(encoded.features)
-        pipeline = Pipeline(encoded.preprocessing, kind.inputs, _scale(features, mechanism))
+        features = Pipeline(encoded.preprocessing, kind.inputs).described(encoded.features)
+        by_channel = self._options.normalise == "channel"
+        scale = _scale(features, mechanism) if by_channel else None
+        pipeline = Pipeline(encoded.preprocessing, kind.inputs, scale)
         return pipeline, pipeline.normalised(features)
 
 

@@ -140,7 +140,7 @@ def _imdb() -> tuple[Recipe, ...]:
     rnn = {"batch_size": 1024, "optimizer": "adam", "lr": 0.02, "clip_norm": "1", "ema": 0.0}
     adaptive = {**rnn, "model": "rnn", "a_e": 0.8}
     clipping = {"clip_norm": "1", "c_star": 4.0, "lambda_": 1.0}
-    bag = {"batch_size": 5000, "epochs": 30, "ema": 0.95, "model": "bag-linear"}
+    bag = {"batch_size": 8192, "epochs": 30, "ema": 0.95, "model": "bag-linear"}
     return (
         Recipe(PAPER, "dp-sgd", {**rnn, "model": "rnn"}, epochs),
         Recipe(PAPER, "dp-sgd-ts", rnn, epochs),
