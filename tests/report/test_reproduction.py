@@ -58,7 +58,7 @@ def test_without_rows_the_page_says_what_to_run():
 
 def test_rows_that_are_not_counted_are_not_hidden():
     shown = plain(render_page([row(verified=False, command="dpis train this-one")]))
-    assert "1 rows are not counted" in shown
+    assert "Not counted: 1 of 1 rows." in shown
     assert "dpis train this-one" in shown
     assert "50.00 not counted" in shown
 

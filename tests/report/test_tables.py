@@ -1,6 +1,7 @@
 import pytest
 
-from dpis.report.tables import Cell, Measured, measured, mixed, runs_of, sections, signed
+from dpis.report.rows import Measured, measured, mixed, runs_of
+from dpis.report.tables import Cell, sections, signed
 
 from .made_up import row
 
@@ -78,6 +79,7 @@ def test_unverified_rows_and_impossible_accuracies_do_not_count():
         row(verified=None),
         row(test_accuracy=None),
         row(test_accuracy=86.6),
+        row(options={"eval_share": 0.1}),  # measured on held-out training records
     ]
     assert line_of(sections(bad)[0], "DP-SGD", 0, 1).cells[1].ours is None
 

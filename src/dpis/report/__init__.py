@@ -2,6 +2,7 @@
 
 from dpis.report.reproduction_page import render_page
 from dpis.report.reproduction_text import render_text
-from dpis.report.run_page import RunReport, read_run, render_run
+from dpis.report.run_files import RunReport, read_run
+from dpis.report.run_page import render_run
 
 __all__ = ["RunReport", "read_run", "render_page", "render_run", "render_text"]

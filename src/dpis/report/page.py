@@ -26,9 +26,9 @@ def page(title: str, *body: Child, footer: Sequence[Child] = ()) -> str:
     return f"<!DOCTYPE html>\n{document}\n"
 
 
-def section(title: str, *body: Child) -> Markup:
-    """A heading and what belongs to it."""
-    return tag("section", tag("h2", title), *body)
+def section(title: str, *body: Child, whole: bool = False) -> Markup:
+    """A heading and what belongs to it; ``whole``: on one sheet of paper."""
+    return tag("section", tag("h2", title), *body, class_="whole" if whole else None)
 
 
 def box(kind: str, strong: str, *text: Child) -> Markup:

@@ -9,7 +9,7 @@ from dpis.accounting import Budget, Cadence, Release, plan_adaptive
 from dpis.accounting.verify import COUNT
 from dpis.errors import DpisError
 from dpis.report.charts import STYLES, Chart, Series
-from dpis.report.tables import (
+from dpis.report.rows import (
     PAPER,
     Row,
     clips_adaptively,

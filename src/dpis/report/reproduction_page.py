@@ -14,19 +14,8 @@ from dpis.report.reproduction_figures import (
     noise_charts,
     work_charts,
 )
-from dpis.report.tables import (
-    ACCOUNTS,
-    Cell,
-    Line,
-    Row,
-    Section,
-    Table,
-    counted,
-    mixed,
-    runs_of,
-    sections,
-    signed,
-)
+from dpis.report.rows import Row, counted, mixed, runs_of
+from dpis.report.tables import ACCOUNTS, Cell, Line, Section, Table, sections, signed
 from dpis.reproduce import published
 
 TITLE = "The paper's evaluation, run again"
@@ -74,8 +63,8 @@ def _warnings(rows: Sequence[Row]) -> Iterator[Markup]:
     if left_out:
         yield box(
             "bad",
-            f"{len(left_out)} rows are not counted:",
-            "they have no verified ledger or no accuracy. They are listed at the end.",
+            f"Not counted: {len(left_out)} of {len(rows)} rows.",
+            "They have no verified ledger, or no accuracy on the test set. They are listed at the end.",
         )
     odd = mixed([row for row in rows if counted(row)])
     if odd:
@@ -103,7 +92,7 @@ def _section(one: Section) -> Markup:
                 class_="soft",
             )
         )
-    return section(one.title, *body)
+    return section(one.title, *body, whole=len(one.blocks) == 1)
 
 
 def _how_to_read() -> Iterator[Child]:

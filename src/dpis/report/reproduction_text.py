@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dpis.report.reproduction_page import HOW_TO_RUN, TITLE, lead, origin_lines
-from dpis.report.tables import ACCOUNTS, Cell, Line, Row, Table, mixed, sections, signed
+from dpis.report.rows import Row, mixed
+from dpis.report.tables import ACCOUNTS, Cell, Line, Table, sections, signed
 
 
 def render_text(rows: Sequence[Row]) -> str:

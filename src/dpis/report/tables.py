@@ -2,64 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpis.report.rows import (
+    PAPER,
+    RECIPES,
+    Measured,
+    Row,
+    clips_adaptively,
+    counted,
+    measured,
+    method_name,
+    option,
+)
 from dpis.reproduce import published
 from dpis.reproduce.published import Grid
-
-Row = Mapping[str, Any]
-"""One line of results/*.jsonl."""
-
-PAPER = "paper"
-"""The recipe that follows the paper; any other goes beyond it."""
-
-RECIPES = {
-    "adaptive-clipping": "",
-    "fixed-clipping": "",
-    "augment": "on pixels, with shifted copies of images",
-    "bag": "linear on bags of word vectors",
-    "channel-scale": "linear, channels scaled by an accounted release",
-    "ema": "large batch and averaged weights",
-    "large-batch": "a larger equivalent batch",
-    "linear": "a linear model on scatter features",
-    "raw-pixels": "a network on pixels",
-    "same-schedule-uniform": "the same schedule, but uniform sampling (k = inf)",
-}
-"""What the names of recipes mean; those with nothing to say are the paper's own."""
 
 ACCOUNTS = {
     "rdp": "Accounted by RDP, as the paper: a released count of records is charged to every method",
     "pld": "Accounted by PLD: tighter, for methods whose noise is fixed beforehand; the count is declared",
 }
-
-DEFAULTS = {"a_e": 0.8, "k": 5.0}
-"""What `dpis train` takes where a row's options say nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What our runs gave, in per cent."""
-
-    mean: float
-    seeds: int
-    spread: float | None
-    """Sample standard deviation from three seeds on, the range of two, None for one."""
-
-    @property
-    def spread_text(self) -> str:
-        """With its kind."""
-        if self.spread is None:
-            return ""
-        return f"std {self.spread:.2f}" if self.seeds >= 3 else f"range {self.spread:.2f}"
-
-    @property
-    def seeds_text(self) -> str:
-        """How many."""
-        return f"{self.seeds} seed{'s' * (self.seeds != 1)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,85 +80,6 @@ class Section:
     title: str
     intro: str
     blocks: tuple[Block, ...]
-
-
-# ── rows ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def counted(row: Row) -> bool:
-    """Whether a row may enter a mean: it has an accuracy, and a verified ledger if it claims anything."""
-    accuracy = row.get("test_accuracy")
-    private = row.get("method") != "sgd"
-    return (
-        isinstance(accuracy, int | float)
-        and 0 <= accuracy <= 1
-        and (row.get("verified") is True or not private)
-    )
-
-
-def measured(rows: Iterable[Row]) -> Measured | None:
-    """Mean and spread over seeds; None without rows."""
-    values = [100 * float(row["test_accuracy"]) for row in rows]
-    if not values:
-        return None
-    spread = None
-    if len(values) >= 3:
-        spread = statistics.stdev(values)
-    elif len(values) == 2:
-        spread = max(values) - min(values)
-    return Measured(statistics.fmean(values), len(values), spread)
-
-
-def option(row: Row, name: str) -> Any:
-    """One of a row's options; where nothing was said, the default."""
-    value = (row.get("options") or {}).get(name)
-    return DEFAULTS.get(name) if value is None else value
-
-
-def clips_adaptively(row: Row) -> bool:
-    """Whether the clip norm was adapted: said so, or by any of its bounds."""
-    options = row.get("options") or {}
-    bounds = ("c_star", "c_min", "lambda_")
-    return options.get("clip_norm") == "auto" or any(options.get(n) is not None for n in bounds)
-
-
-def method_name(method: str) -> str:
-    """As the paper calls it."""
-    return {**published.METHODS, "dpis": "DPIS, noise fixed beforehand"}.get(method, method)
-
-
-def runs_of(rows: Iterable[Row]) -> list[Row]:
-    """One row for every run: one that stands in several tables was still run once."""
-    return list(
-        {json.dumps(row.get("options") or id(row), sort_keys=True): row for row in rows}.values()
-    )
-
-
-def mixed(rows: Sequence[Row]) -> list[str]:
-    """Cells whose rows do not belong together: one seed twice, or other settings. In words."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        names = ("table", "dataset", "method", "recipe", "epsilon", "accountant")
-        varied = (option(row, "a_e"), option(row, "k"), clips_adaptively(row))
-        own = varied if row.get("table") in ("table4", "table5", "table6") else ()
-        groups.setdefault((*(row.get(name) for name in names), *own), []).append(row)
-    found = []
-    for key, group in groups.items():
-        where = " ".join(str(part) for part in key[:5])
-        seeds = [row.get("seed") for row in group]
-        settings = {_settings(row) for row in group}
-        if len(set(seeds)) < len(seeds):
-            found.append(f"{where}: a seed is counted twice")
-        if len(settings) > 1:
-            found.append(f"{where}: {len(settings)} different settings are averaged")
-    return found
-
-
-def _settings(row: Row) -> str:
-    options = dict(row.get("options") or {})
-    for name in ("seed", "out", "device", "physical_batch"):
-        options.pop(name, None)
-    return json.dumps(options, sort_keys=True, default=str)
 
 
 # ── the paper's tables ───────────────────────────────────────────────────────────────────────────────
