@@ -40,8 +40,8 @@ from dpis.gradients.watch import Key, Watch
 MOST_ATTEMPTS = 20
 
 
-# How many records are compared with plain autograd, at the 1st, 2nd, 4th, 8th, ... pass.
-MOST_COMPARED = 8
+# How many records are compared with plain autograd at the first pass, and at the 2nd, 4th, 8th, ...
+COMPARED_FIRST, COMPARED_LATER = 8, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,12 +312,13 @@ class Recorder:
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
-            plain, again = (self._one_by_one(few) for _ in range(2))
-            if any(not torch.equal(plain[name], again[name]) for name in plain):
-                return  # the model is random even without dropout: nothing to compare with
+            plain = self._one_by_one(few)
             half = torch.is_autocast_enabled(batches.device(few).type)
             off = disagreements(self._record(few), plain, half)
             if off:
+                again = self._one_by_one(few)
+                if any(not torch.equal(plain[name], again[name]) for name in plain):
+                    return  # the model is random even without dropout: nothing to compare with
                 self._slow |= dict.fromkeys(off, "the fast gradient differed from autograd's")
                 off = disagreements(self._record(few), plain, half)
         if off:
@@ -341,7 +342,8 @@ class Recorder:
     def _several(self, batch: Batch, real: int | None) -> Batch:
         """Some records from all over the batch, in its order: a model may want the longest first."""
         records = real or batches.records(batch, self.rows_per_record)
-        drawn = torch.randperm(records)[:MOST_COMPARED].sort().values
+        most = COMPARED_FIRST if self._passes == 1 else COMPARED_LATER
+        drawn = torch.randperm(records)[:most].sort().values
         index = drawn.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
