@@ -28,6 +28,10 @@ from dpis.gradients.factors.convolution_cost import cheaper_by_gram
 from dpis.gradients.factors.convolution_geometry import Geometry, Phase
 from dpis.gradients.factors.outer import Outer, smallest
 
+FLOATS_AT_ONCE = 1 << 18
+"""So many numbers turn channels last at once: they stay in cache until they are split, and no large block of memory is
+needed, which would often be a fresh one (a page fault may cost as much as copying the page)."""
+
 
 @dataclass(frozen=True)
 class Window:
@@ -72,8 +76,17 @@ class Phases:
     def of(inputs: Tensor, geometry: Geometry) -> Phases:
         """The phases of some images, in copies of their own."""
         splits = _splits(geometry, tuple(inputs.shape[2:]))
-        last = channels_last(inputs)
-        values = tuple(_positions(geometry.every(last, split.phase)) for split in splits)
+        values = tuple(_room_for(inputs, split) for split in splits)
+        images = [
+            _images(room, inputs.shape[1], split)
+            for room, split in zip(values, splits, strict=True)
+        ]
+        at_once = max(1, FLOATS_AT_ONCE // max(1, prod(inputs.shape[1:])))
+        for first in range(0, len(inputs), at_once):
+            rows = slice(first, first + at_once)
+            last = channels_last(inputs[rows])
+            for image, split in zip(images, splits, strict=True):
+                image[rows] = geometry.every(last, split.phase)
         return Phases(inputs, values, splits, geometry)
 
     def convolved(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -270,19 +283,24 @@ def _by_phase(weight: Tensor, phases: Phases) -> tuple[Tensor, ...]:
     return torch.split(kernels, [len(s.windows) * weight.shape[0] for s in phases.splits], dim=1)
 
 
-def _positions(images: Tensor) -> Tensor:
-    """``[rows, channels, *spatial]`` as ``[rows, positions, channels]``, both filled up with zeros."""
-    rows, channels, *sizes = images.shape
-    count = prod(sizes)
-    lines, columns = count + aligned.missing(count), channels + aligned.missing(channels)
-    values = images.new_empty(rows, lines, columns)
-    if lines > count:
-        values[:, count:] = 0
-    if columns > channels:
-        values[:, :count, channels:] = 0
-    by_place = values[:, :count].view(rows, *sizes, columns)
-    by_place[..., :channels] = images.movedim(1, -1)
-    return values
+def _room_for(inputs: Tensor, split: Split) -> Tensor:
+    """``[rows, positions, channels]`` for one phase: zeros where both sizes are filled up, nothing else yet."""
+    rows, channels = inputs.shape[:2]
+    count = prod(split.sizes)
+    room = inputs.new_empty(
+        rows, count + aligned.missing(count), channels + aligned.missing(channels)
+    )
+    if aligned.missing(count):
+        room[:, count:] = 0
+    if aligned.missing(channels):
+        room[:, :count, channels:] = 0
+    return room
+
+
+def _images(room: Tensor, channels: int, split: Split) -> Tensor:
+    """The same without what fills it up, as images ``[rows, channels, *spatial]``: a view."""
+    by_place = room[:, : prod(split.sizes)].view(room.shape[0], *split.sizes, room.shape[2])
+    return by_place[..., :channels].movedim(-1, 1)
 
 
 def _brought_back(output_grads: Tensor, seen: Tensor, split: Split) -> Tensor:
