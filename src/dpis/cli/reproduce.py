@@ -111,12 +111,14 @@ def tune(
 def report(
     results: ResultsFolder = RESULTS,
     out: Annotated[
-        Path | None, typer.Option(help="Write a page (HTML) there. [default: print the tables]")
+        Path | None,
+        typer.Option(
+            help="Write there: a page if it ends in .html, the tables if in .md. [default: print the tables]"
+        ),
     ] = None,
 ) -> None:
     """The tables beside the paper's, and figures, from the rows that are there."""
-    from dpis.report.reproduction_page import render_page
-    from dpis.report.reproduction_text import render_text
+    from dpis.report import render_page, render_text
     from dpis.reproduce.results import load_rows
     from dpis.training.files import write_whole
 
@@ -124,7 +126,10 @@ def report(
     if out is None:
         typer.echo(render_text(rows))
         return
-    write_whole(out, render_page(rows).encode())
+    renderers = {".html": render_page, ".md": render_text}
+    if out.suffix not in renderers:
+        raise InputError(f"--out must end in .html or .md, found {str(out)!r}")
+    write_whole(out, (renderers[out.suffix](rows) + "\n").encode())
     typer.echo(f"{len(rows)} rows: {out}")
 
 

@@ -20,7 +20,7 @@ RECIPES = {
     "adaptive-clipping": "",
     "fixed-clipping": "",
     "augment": "on pixels, with shifted copies of images",
-    "bag": "linear on bags of word vectors",
+    "bag": "linear on bags of public word vectors, with seed words chosen by hand",
     "channel-scale": "linear, channels scaled by an accounted release",
     "ema": "large batch and averaged weights",
     "large-batch": "a larger equivalent batch",

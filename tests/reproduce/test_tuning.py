@@ -1,0 +1,58 @@
+"""Settings were chosen on held-out training records, and are the best of what was tried there."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from dpis.report import render_text
+from dpis.reproduce.cells import Choice, cells_of, for_validation, key_of
+from dpis.reproduce.results import check_ledgers, load_rows
+
+RESULTS = Path(__file__).parents[2] / "results"
+ROWS = load_rows(RESULTS, with_tuning=True)
+TRIED = [row for row in ROWS if "eval_share" in row["options"]]
+
+
+def searches():
+    """What was tried for one row of a table, at one epsilon, with one seed."""
+    by_row = defaultdict(list)
+    for row in TRIED:
+        named = (
+            row[name] for name in ("dataset", "method", "recipe", "accountant", "epsilon", "seed")
+        )
+        by_row[tuple(named)].append(row)
+    return {which: rows for which, rows in by_row.items() if len(rows) > 1}
+
+
+def test_nothing_was_chosen_on_test_records():
+    for row in TRIED:
+        assert "training records" in row["measured_on"]
+        assert row["options"]["n_public"] < 60_000
+
+
+@pytest.mark.parametrize("which", searches())
+def test_the_setting_in_use_is_the_best_of_those_tried(which):
+    dataset, method, recipe, accountant, epsilon, seed = which
+    choice = Choice([dataset], [method], [recipe], [accountant], [epsilon], [seed])
+    (cell,) = cells_of("table3", choice)
+    in_use = for_validation(cell, ()).key
+    accuracy = {key_of(row["options"]): row["test_accuracy"] for row in searches()[which]}
+    assert accuracy[in_use] == max(accuracy.values())
+
+
+def test_rows_are_unique():
+    seen = [(row["table"], row["recipe"], key_of(row["options"])) for row in ROWS]
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_tables_beside_the_rows_are_rendered_from_them():
+    rows = load_rows(RESULTS)
+    assert (RESULTS / "README.md").read_text(encoding="utf-8") == render_text(rows) + "\n"
+
+
+@pytest.mark.slow
+def test_every_ledger_in_the_repository_holds():
+    count, problems = check_ledgers(RESULTS)
+    assert count
+    assert problems == []
