@@ -15,7 +15,7 @@ from dpis import PrivacyEngine
 from dpis.mechanism import mechanism as mechanism_module
 
 pytestmark = [
-    pytest.mark.reproduction,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
 ]
 

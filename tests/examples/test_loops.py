@@ -328,5 +328,6 @@ def test_a_loss_over_the_batch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_hugging_face_example_runs() -> None:
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     trainer = example("huggingface_trainer").main(epochs=1, records=1000)
     assert 0 < trainer.privacy_engine.get_epsilon(1e-5) <= 8

@@ -18,10 +18,10 @@ from tests.examples.opacus_scripts import (
     write_names,
 )
 
-pytestmark = [
-    pytest.mark.reproduction,
-    pytest.mark.skipif(source_of(SCRIPTS["mnist"]) is None, reason="opacus is not installed"),
-]
+pytestmark = pytest.mark.skipif(
+    source_of(SCRIPTS["mnist"]) is None,
+    reason="opacus 1.6.0 with its examples is not installed: pip install 'dpis[dev]'",
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Case:
 
 CASES = {
     "mnist": Case(
-        "--device cpu --epochs 2 --batch-size 64 --sigma 0.5 --lr 0.25",
+        "--device cpu --epochs 2 --batch-size 64 --sigma 0.5 --lr 0.5",
         r"Accuracy: \d+/\d+ \(([\d.]+)%",
-        least=0.5,
+        least=0.4,
         noise=0.15,
         whole=100.0,
-        environment={"DPIS_STUB_RECORDS": "6400"},
+        environment={"DPIS_STUB_RECORDS": "3200"},
     ),
     "cifar10": Case(
         "--device cpu --epochs 3 --batch-size 64 --sigma 0.3 -c 2 --lr 0.3 --lr-schedule constant --workers 1",
@@ -74,39 +74,27 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[tuple[str, str], Outcome]:
-    """Kept between tests: every script runs once with every engine."""
-    return {}
+def outcome_of(name: str, engine: str, folder: Path) -> Outcome:
+    case, arguments = CASES[name], CASES[name].arguments.split()
+    folder.mkdir()
+    if name == "char-lstm":
+        arguments += ["--data-root", str(write_names(folder))]
+    environment = {"OMP_NUM_THREADS": "1", **case.environment}
+    return run(name, engine, arguments, folder, environment=environment, timeout=1800)
 
 
-def outcome_of(
-    known: dict[tuple[str, str], Outcome], name: str, engine: str, folder: Path
-) -> Outcome:
-    if (name, engine) not in known:
-        case = CASES[name]
-        arguments = case.arguments.split()
-        if name == "char-lstm":
-            arguments += ["--data-root", str(write_names(folder))]
-        known[name, engine] = run(name, engine, arguments, folder, environment=case.environment)
-    return known[name, engine]
-
-
-@pytest.mark.parametrize("engine", ENGINES[1:])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_learns_as_with_opacus(
-    outcomes: dict[tuple[str, str], Outcome], name: str, engine: str, tmp_path: Path
-) -> None:
+def test_learns_as_with_opacus(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "ours").mkdir()
-    theirs = outcome_of(outcomes, name, "opacus", tmp_path / "theirs")
-    ours = outcome_of(outcomes, name, engine, tmp_path / "ours")
-    accuracies = [outcome.last(case.accuracy) / case.whole for outcome in (theirs, ours)]
-    assert min(accuracies) >= case.least
-    assert abs(accuracies[0] - accuracies[1]) <= case.noise
-    # where b does not divide n, rates and numbers of steps differ a little (docs/migration.md)
-    assert ours.last(case.epsilon) == pytest.approx(theirs.last(case.epsilon), rel=0.05)
+    runs = {engine: outcome_of(name, engine, tmp_path / engine) for engine in ENGINES}
+    accuracies = {engine: each.last(case.accuracy) / case.whole for engine, each in runs.items()}
+    epsilons = {engine: each.last(case.epsilon) for engine, each in runs.items()}
+    for engine in ENGINES:
+        assert accuracies[engine] >= case.least, accuracies
+        assert abs(accuracies[engine] - accuracies["opacus"]) <= case.noise, accuracies
+        # where b does not divide n, rates and numbers of steps differ a little (docs/migration.md)
+        assert epsilons[engine] == pytest.approx(epsilons["opacus"], rel=0.05)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
 """Opacus's own per-layer cases (its tests ship with it), run through our engine and compared.
 
-Needs the extra ``bench``; `pytest -m reproduction tests/gradients/test_opacus_cases.py` runs it.
+`pytest -m slow tests/gradients/test_opacus_cases.py` runs it; without Opacus it is skipped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ with warnings.catch_warnings():
     from opacus.layers import DPGRU, DPLSTM, DPRNN
     from opacus.tests.grad_samples.common import GradSampleHooks_test
 
-pytestmark = [pytest.mark.reproduction, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 MODULES = [
     *("conv1d", "conv2d", "conv3d", "linear", "embedding", "embedding_bag", "sequence_bias"),
