@@ -170,14 +170,14 @@ def main() -> None:
     parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument(
-        "--data", default="sample", help="sample, mnist or fmnist; or a file of reviews"
+        "--data",
+        default="sample",
+        help="sample, or the name of a local data set: see dpis data list",
     )
     parser.add_argument("--timeout", type=float, default=3600.0)
     own, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
     options = parser.parse_args(own.split())
-    environment = {"DPIS_STUB_MNIST": options.data}
-    if options.script == "imdb" and options.data != "sample":
-        environment["DPIS_STUB_IMDB"] = options.data
+    environment = {"DPIS_STUB_IMAGES": options.data, "DPIS_STUB_TEXTS": options.data}
     with tempfile.TemporaryDirectory() as folder:
         arguments = theirs.split()
         if options.script == "char-lstm" and "--data-root" not in arguments:

@@ -1,10 +1,8 @@
 """As much of the datasets library as Opacus's IMDb example uses.
 
-Reviews come from the jsonl.gz file that ``DPIS_STUB_IMDB`` names; without it, sentences are made up.
+With ``DPIS_STUB_TEXTS=imdb`` the reviews are read from local files; without it, sentences are made up.
 """
 
-import gzip
-import json
 import os
 import random
 
@@ -18,19 +16,20 @@ PLAIN = [f"word{i}" for i in range(200)]
 
 
 def load_dataset(name, cache_dir=None):
-    path = os.environ.get("DPIS_STUB_IMDB")
-    rows = read(path) if path else invented()
+    source = os.environ.get("DPIS_STUB_TEXTS", "sample")
+    rows = invented() if source == "sample" else local(source)
     shuffled = {split: random.Random(0).sample(rows[split], len(rows[split])) for split in rows}
     return Splits({split: shuffled[split][:RECORDS] for split in shuffled})
 
 
-def read(path):
-    rows = {"train": [], "test": []}
-    with gzip.open(path, "rt") as lines:
-        for line in lines:
-            row = json.loads(line)
-            rows[row["split"]].append((row["text"], row["label"]))
-    return rows
+def local(source):
+    from dpis.data.named import load
+
+    data = load(source)
+    return {
+        "train": list(zip(data.train_texts, data.train_labels.tolist(), strict=True)),
+        "test": list(zip(data.test_texts, data.test_labels.tolist(), strict=True)),
+    }
 
 
 def invented():

@@ -1,7 +1,7 @@
-"""MNIST from local files, or a sample; images of the shape of CIFAR-10, made up.
+"""MNIST and CIFAR-10 from local files, or what stands in for them.
 
-``DPIS_STUB_MNIST`` names the data set (``sample``: the one that comes with dpis); ``DPIS_STUB_RECORDS`` caps how many
-records are trained on.
+``DPIS_STUB_IMAGES`` names the data set; ``sample``, the default, is for MNIST the sample that comes with dpis and for
+CIFAR-10 made up. ``DPIS_STUB_RECORDS`` caps how many records are trained on.
 """
 
 import os
@@ -9,6 +9,7 @@ import os
 import torch
 from torch.utils.data import Dataset
 
+NAME = os.environ.get("DPIS_STUB_IMAGES", "sample")
 RECORDS = int(os.environ.get("DPIS_STUB_RECORDS", "1000000"))
 
 
@@ -23,30 +24,35 @@ class Images(Dataset):
         return self.transform(self.images[index]), self.labels[index]
 
 
+def split(data, train):
+    if train:
+        return data.train_images[:RECORDS], data.train_labels[:RECORDS]
+    return data.test_images, data.test_labels
+
+
 class MNIST(Images):
     def __init__(self, root, train=True, download=False, transform=None):
         from dpis.data.named import load
         from dpis.data.sample import load_sample
 
-        name = os.environ.get("DPIS_STUB_MNIST", "sample")
-        data = load_sample() if name == "sample" else load(name)
-        if train:
-            super().__init__(
-                data.train_images[:RECORDS, None], data.train_labels[:RECORDS], transform
-            )
-        else:
-            super().__init__(data.test_images[:, None], data.test_labels, transform)
+        images, labels = split(load_sample() if NAME == "sample" else load(NAME), train)
+        super().__init__(images[:, None], labels, transform)
 
 
 class CIFAR10(Images):
-    """Ten patterns, and noise of half their strength: easy, so that a few steps show."""
-
     def __init__(self, root, train=True, download=False, transform=None):
-        patterns = torch.rand(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        patterns = torch.nn.functional.interpolate(patterns, size=(32, 32))
-        source = torch.Generator().manual_seed(1 if train else 2)
-        count = min(RECORDS, 50_000) if train else 1000
-        labels = torch.randint(10, (count,), generator=source)
-        noise = torch.rand(count, 3, 32, 32, generator=source)
-        images = (255 * (2 * patterns[labels] + noise) / 3).byte()
+        from dpis.data.named import load
+
+        images, labels = patterns(train) if NAME == "sample" else split(load(NAME), train)
         super().__init__(images, labels, transform)
+
+
+def patterns(train):
+    """Ten patterns, and noise of half their strength: easy, so that a few steps show."""
+    shapes = torch.rand(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    shapes = torch.nn.functional.interpolate(shapes, size=(32, 32))
+    source = torch.Generator().manual_seed(1 if train else 2)
+    count = min(RECORDS, 50_000) if train else 1000
+    labels = torch.randint(10, (count,), generator=source)
+    noise = torch.rand(count, 3, 32, 32, generator=source)
+    return (255 * (2 * shapes[labels] + noise) / 3).byte(), labels
