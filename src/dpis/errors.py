@@ -23,6 +23,9 @@ class BrokenLedgerError(DpisError):
     """A ledger contradicts itself or its claim. ``line`` is the first line that shows it (from 1)."""
 
     def __init__(self, line: int, problem: str):
-        super().__init__(f"line {line}: {problem}")
+        super().__init__(line, problem)  # what it is made of, so that it passes between processes
         self.line = line
         self.problem = problem
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.problem}"
