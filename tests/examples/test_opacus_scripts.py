@@ -32,7 +32,8 @@ class Case:
         arguments: of the script.
         accuracy: finds it in the output, as a part of ``whole``.
         least: what every engine must reach; chance is far below.
-        noise: by how much the engines may differ; chosen with a wide margin, not measured over seeds.
+        noise: by how much the engines may differ; chosen with a wide margin, not measured: one run of each was seen,
+            and the scripts take no seed.
         epsilon: finds it in the output.
     """
 
