@@ -66,6 +66,7 @@ class System:
 SYSTEMS = (
     System("dp-sgd b", "dp-sgd", large=False),
     System("dp-sgd B", "dp-sgd"),
+    System("dpis weight k=1.2", "dpis", k=1.2),
     System("dpis weight k=1.5", "dpis", k=1.5),
     System("dpis weight k=2", "dpis", k=2.0),
     System("dpis weight k=3", "dpis", k=3.0),

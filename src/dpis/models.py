@@ -129,7 +129,7 @@ def _rnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.Re
     """The paper's, on frozen public word vectors."""
     if outputs != 2:
         raise InputError(f"the rnn tells two classes apart, found {outputs}")
-    return paper.ImdbRnn(embedding_table(load_glove()), activation)
+    return paper.ImdbRnn(embedding_table(load_glove(paper.VOCABULARY)), activation)
 
 
 def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module:

@@ -8,38 +8,70 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
-from dpis.features.channels import LEAST_DEVIATION, LONGEST, ChannelScale, channel_sums
+from dpis.features import scatter_features
+from dpis.features.channels import (
+    LEAST_DEVIATION,
+    LONGEST_MEAN,
+    LONGEST_SQUARE,
+    NOISE_MULTIPLIER,
+    ChannelScale,
+    channel_sums,
+)
+
+LONGEST = (LONGEST_MEAN, LONGEST_SQUARE)
 
 
 @given(factor=st.sampled_from([1e-6, 1.0, 1e6, 1e30]), seed=st.integers(0, 100))
 def test_one_record_moves_a_sum_by_no_more_than_the_public_length(factor, seed):
     generator = torch.Generator().manual_seed(seed)
-    others = torch.rand(5, 4, 3, 3, generator=generator)
-    record = factor * torch.randn(1, 4, 3, 3, generator=generator)
-    for with_it, without in zip(
-        channel_sums(torch.cat([others, record])), channel_sums(others), strict=True
+    others = torch.rand(5, 81, 3, 3, generator=generator)
+    record = factor * torch.randn(1, 81, 3, 3, generator=generator)
+    for with_it, without, longest in zip(
+        channel_sums(torch.cat([others, record])), channel_sums(others), LONGEST, strict=True
     ):
-        assert float((with_it - without).norm()) <= LONGEST * (1 + 1e-9)
+        assert float((with_it - without).norm()) <= longest * (1 + 1e-9)
 
 
 def test_a_record_that_is_no_number_adds_nothing():
-    features = torch.rand(3, 4, 2, 2)
+    features = torch.rand(3, 81, 2, 2)
     broken = features.clone()
     broken[1, 0, 0, 0] = math.nan
     for sums, rest in zip(channel_sums(broken), channel_sums(features[[0, 2]]), strict=True):
         assert torch.allclose(sums, rest)
 
 
+def made_up_images(count):
+    """Blobs, edges and grain: something of every size."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(count, 1, 4, 4, generator=generator)
+    grain = torch.rand(count, 1, 28, 28, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=28, mode="bilinear")
+    return (0.9 * (smooth > 0.6) + 0.1 * grain) * torch.rand(count, 1, 1, 1, generator=generator)
+
+
 def test_without_noise_channels_come_to_mean_0_and_variance_1():
-    features = 0.1 * torch.rand(500, 4, 3, 3) * torch.tensor([1.0, 2.0, 3.0, 0.5])[:, None, None]
-    scaled = ChannelScale.from_sums(*channel_sums(features), 500)(features)
-    assert torch.allclose(scaled.mean((0, 2, 3)), torch.zeros(4), atol=1e-4)
-    assert torch.allclose(scaled.var((0, 2, 3)), torch.ones(4), atol=1e-2)
+    features = scatter_features(made_up_images(300), cache=False)
+    scaled = ChannelScale.from_sums(*channel_sums(features), 300)(features)
+    assert torch.allclose(scaled.mean((0, 2, 3)), torch.zeros(81), atol=1e-2)
+    assert torch.allclose(scaled.var((0, 2, 3)), torch.ones(81), atol=5e-2)
+
+
+def test_the_noise_of_60000_records_hardly_moves_the_scale():
+    features = scatter_features(made_up_images(300), cache=False)
+    n = 60_000
+    sums = [total * n / 300 for total in channel_sums(features)]
+    generator = torch.Generator().manual_seed(1)
+    noisy = [
+        total + NOISE_MULTIPLIER * longest * torch.randn(81, generator=generator).double()
+        for total, longest in zip(sums, LONGEST, strict=True)
+    ]
+    exact, released = (torch.tensor(ChannelScale.from_sums(*s, n).deviation) for s in (sums, noisy))
+    assert 0.8 < float((released / exact).min()) <= float((released / exact).max()) < 1.25
 
 
 @pytest.mark.parametrize("noise", [math.nan, math.inf, -1e9, 1e9])
 def test_whatever_the_noise_gave_the_scale_is_finite(noise):
-    sums = torch.full((3,), noise, dtype=torch.float64)
+    sums = torch.full((81,), noise, dtype=torch.float64)
     scale = ChannelScale.from_sums(sums, sums, 100)
     assert all(math.isfinite(value) for value in (*scale.mean, *scale.deviation))
     assert min(scale.deviation) >= LEAST_DEVIATION * 0.999
@@ -50,3 +82,5 @@ def test_other_channels_are_refused_and_json_is_an_inverse():
     assert ChannelScale.from_json(scale.to_json()) == scale
     with pytest.raises(InputError, match="2 channels"):
         scale(torch.zeros(1, 3, 2, 2))
+    with pytest.raises(InputError, match="multiple of 81"):
+        channel_sums(torch.zeros(2, 80, 2, 2))

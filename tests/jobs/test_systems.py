@@ -107,6 +107,27 @@ def test_planted_channel_statistics_without_noise_show(pictures, monkeypatch):
     assert train(pictures, "--model", "scatter-linear", "--normalise", "channel") == 0
     scale = load_card_of_run().preprocessing["channel_scale"]
     n_public = summary()["claim"]["n_public"]
-    noise = torch.tensor(scale["mean"]).double() * n_public - exact["sums"][0]
-    spread = float(noise.std()) / (channels.NOISE_MULTIPLIER * channels.LONGEST)
+    gains = channels.channel_gains(81)
+    noise = torch.tensor(scale["mean"]).double() * gains * n_public - exact["sums"][0]
+    spread = float(noise.std()) / (channels.NOISE_MULTIPLIER * channels.LONGEST_MEAN)
     assert 0.7 < spread < 1.4  # 81 draws: six standard deviations either way
+
+
+def test_images_with_their_channels_last_are_refused(tmp_path, capsys):
+    images = np.zeros((60, 12, 12, 3), dtype=np.uint8)
+    np.savez(tmp_path / "last.npz", x=images, y=np.arange(60) % 2)
+    assert train("last.npz", "--model", "cnn", "--augment", "shift") == 2
+    assert "move the last axis to the front" in capsys.readouterr().err
+
+
+def test_channel_bounds_are_for_bytes(tmp_path, capsys):
+    images = np.random.default_rng(0).uniform(0, 255, (60, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "floats.npz", x=images, y=np.arange(60) % 2)
+    assert train("floats.npz", "--model", "scatter-linear", "--normalise", "channel") == 2
+    assert "uint8" in capsys.readouterr().err
+
+
+def test_the_summary_says_which_learning_rate_and_average_were_used(pictures):
+    assert train(pictures, "--model", "scatter-linear") == 0
+    assert summary()["recipe"]["lr"] > 0
+    assert summary()["recipe"]["ema"] == 0.95

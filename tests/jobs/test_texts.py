@@ -32,7 +32,7 @@ def _made_up(tmp_path, monkeypatch):
     glove = WordVectors(WORDS, vectors, torch.arange(len(WORDS)))
     data = TextDataset("imdb", *reviews(600, 0), *reviews(100, 1), ("negative", "positive"), "none")
     for module in ("jobs.pipeline", "models"):
-        monkeypatch.setattr(f"dpis.{module}.load_glove", lambda: glove)
+        monkeypatch.setattr(f"dpis.{module}.load_glove", lambda vocabulary=None: glove)
     for module in ("jobs.sources", "jobs.using"):
         monkeypatch.setattr(f"dpis.{module}.load", lambda name: data)
 
@@ -70,7 +70,7 @@ def test_a_text_model_learns_is_measured_and_predicts(tmp_path, capsys, options)
     assert main(["evaluate", "run", "--json"]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert measured["accuracy"] == pytest.approx(said["test_accuracy"])
-    (tmp_path / "new.txt").write_text("a fine, good film\nawful and bad\n")
+    (tmp_path / "new.txt").write_bytes("a fine,\u2028\x0c good film\r\nawful and\x85bad\n".encode())
     assert main(["predict", "run", "new.txt"]) == 0
     assert capsys.readouterr().out.split()[-2:] == ["positive", "negative"]
 

@@ -24,7 +24,7 @@ def of_dataset(section, title, block):
     ],
 )
 def test_mean_and_spread_are_computed_from_rows(values, expected, spread):
-    found = measured([row(test_accuracy=value) for value in values])
+    found = measured([row(seed=i, test_accuracy=v) for i, v in enumerate(values)])
     assert found.mean == pytest.approx(expected.mean)
     assert found.seeds == expected.seeds
     assert found.spread == (None if expected.spread is None else pytest.approx(expected.spread))
@@ -134,9 +134,17 @@ def test_values_that_the_paper_has_not_are_shown_too():
     assert "k = inf" in six.blocks[0].tables[0].heads
 
 
+def test_a_mean_is_over_seeds_of_one_setting():
+    twice = [row(seed=1, test_accuracy=0.5), row(seed=1, test_accuracy=0.5)]
+    assert measured(twice) == Measured(50.0, 1, None)
+    older = row(seed=1, test_accuracy=0.2, options={"lr": 1.0})
+    newer = row(seed=2, test_accuracy=0.8, options={"lr": 2.0})
+    assert measured([older, newer]) == Measured(pytest.approx(80.0), 1, None)
+
+
 def test_rows_that_do_not_belong_together_are_named():
     assert mixed([row(seed=1), row(seed=2)]) == []
-    assert "a seed is counted twice" in mixed([row(seed=1), row(seed=1)])[0]
+    assert "a seed stands there twice" in mixed([row(seed=1), row(seed=1)])[0]
     settings = mixed([row(seed=1, options={"lr": 1.0}), row(seed=2, options={"lr": 2.0})])
     assert "2 different settings" in settings[0]
     varied = [row(table="table5", options={"a_e": a_e}) for a_e in (0.0, 0.6)]

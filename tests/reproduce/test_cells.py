@@ -138,6 +138,9 @@ def test_validation_holds_training_records_out():
     for broken in ("lr", "lr=fast"):
         with pytest.raises(InputError, match="--set must be OPTION=VALUE"):
             for_validation(cell, [broken])
+    for unknown in ("learning_rate=9", "seed=7", "epsilon=8"):
+        with pytest.raises(InputError, match="can be searched over"):
+            for_validation(cell, [unknown])
 
 
 @pytest.mark.parametrize(

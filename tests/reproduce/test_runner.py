@@ -102,6 +102,30 @@ def test_a_cell_that_fails_leaves_the_others_alone(results, tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
+def test_two_runners_do_not_write_one_row_twice(results, tmp_path):
+    another = Results(results.folder)
+    run([cell()], results, tmp_path)
+    (row,) = results
+    another.add(dict(row))
+    assert len(load_rows(results.folder)) == 1
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_error_nobody_foresaw_costs_its_own_cell_alone(results, tmp_path, monkeypatch):
+    real = runner.run_cell
+
+    def sometimes(cell, runs):
+        if cell.seed == 3:
+            raise OSError("the disk is gone")
+        return real(cell, runs)
+
+    monkeypatch.setattr(runner, "run_cell", sometimes)
+    outcome, _ = run([cell(), cell(seed=4)], results, tmp_path)
+    assert outcome.run == 1
+    assert "the disk is gone" in outcome.failed[0]
+
+
+@pytest.mark.usefixtures("in_process")
 def test_no_cell_begins_when_the_time_is_up(results, tmp_path):
     outcome, _ = run([cell()], results, tmp_path, minutes=0.0)
     assert (outcome.run, outcome.left) == (0, 1)

@@ -35,6 +35,7 @@ NORM_SUM = "norm-sum"
 """The ledger's label of a released norm sum K'."""
 
 NORM_SUM_SHARE = 0.02
+LEAST_COUNT_NOISE = 20.0
 """Of the budget, for all norm sums together; and of n_public, the least noise multiplier of one."""
 
 _ROUNDING_RESERVE = 1e-12
@@ -193,6 +194,11 @@ def _public_plan(
         lambda z: max(0.0, epsilon_at(z)[0]), budget.epsilon, guess=1.0, tolerance=1e-4
     )
     return epsilon_at(z)[1], z
+
+
+def count_noise_multiplier(n_public: int) -> float:
+    """Of a released number of records: so large that it costs next to nothing."""
+    return max(LEAST_COUNT_NOISE, NORM_SUM_SHARE * n_public)
 
 
 def norm_noise_multiplier(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:

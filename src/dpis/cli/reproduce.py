@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from dpis.cli.verify import DOES_NOT_HOLD
 from dpis.errors import InputError
 
 if TYPE_CHECKING:
     from dpis.reproduce.cells import Cell, Choice
 
 T = TypeVar("T")
-
-DOES_NOT_HOLD = 1
 
 reproduce = typer.Typer(
     name="reproduce",

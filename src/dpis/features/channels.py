@@ -1,7 +1,8 @@
-"""Channels of features brought to mean 0 and variance 1 over the data: two noisy, accounted releases.
+"""Channels of scatter features brought to mean 0 and variance 1 over the data: two noisy, accounted releases.
 
 How a channel is distributed over the records is private. Each record adds two vectors, the mean of every channel and
-the mean of its square, each shortened to a public length; their sums are released with noise before training.
+the mean of its square, each shortened to a public length; their sums are released with noise before training. Noise
+falls on all channels alike and their sizes differ by orders of magnitude, so each is first multiplied by a public gain.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ from torch import Tensor
 
 from dpis.accounting import Release
 from dpis.errors import InputError
+from dpis.paper.models import SCATTER_CHANNELS
 
 MEAN, SQUARE = "channel-mean", "channel-square"
 """The labels of the two releases."""
 
 NOISE_MULTIPLIER = 8.0
-LONGEST = 1.0
-"""The public length of a record's vector, for grey images with pixels from 0 to 1. Never read from the data."""
+GAINS = (1.0, 8.0, 64.0)
+"""Of channels of scattering order 0, 1, 2: each order is about eight times smaller, for pixels from 0 to 1."""
 
-LEAST_DEVIATION = 1e-3
+LONGEST_MEAN, LONGEST_SQUARE = 3.0, 3.0
+"""Public lengths of a record's vectors after the gains; few images are longer. Never read from the data."""
+
+LEAST_DEVIATION = 1e-4
+FIRST_ORDER = 16
+"""Channels of order 1: two scales, eight angles."""
 
 
 def channel_releases() -> tuple[Release, Release]:
@@ -66,28 +73,42 @@ class ChannelScale:
 
     @classmethod
     def from_sums(cls, means: Tensor, squares: Tensor, n_public: float) -> ChannelScale:
-        """From released sums over the records; whatever the noise gave, the scale is finite."""
-        mean = torch.nan_to_num(means / n_public)
-        variance = torch.nan_to_num(squares / n_public) - mean**2
-        deviation = variance.clamp(min=LEAST_DEVIATION**2).sqrt()
+        """From released sums over the records, after the gains; whatever the noise gave, the scale is finite."""
+        gains = channel_gains(len(means))
+        mean = torch.nan_to_num(means / n_public) / gains
+        variance = torch.nan_to_num(squares / n_public) / gains**2 - mean**2
+        deviation = torch.nan_to_num(variance).clamp(min=LEAST_DEVIATION**2).sqrt()
         return cls(tuple(mean.tolist()), tuple(deviation.tolist()))
 
 
-def channel_sums(features: Tensor, longest: float = LONGEST) -> tuple[Tensor, Tensor]:
-    """Sums over the records of channel means and of channel means of squares, float64. Private.
+def channel_gains(channels: int) -> Tensor:
+    """The public gain of every channel of scatter features."""
+    orders = [0] + [1] * FIRST_ORDER + [2] * (SCATTER_CHANNELS - 1 - FIRST_ORDER)
+    if channels % SCATTER_CHANNELS:
+        raise InputError(f"scatter features have a multiple of 81 channels, found {channels}")
+    gains = [GAINS[order] for order in orders] * (channels // SCATTER_CHANNELS)
+    return torch.tensor(gains, dtype=torch.float64)
 
-    One record moves either of them by at most ``longest`` in Euclidean norm, whatever it holds.
+
+def channel_sums(features: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the records of channel means and of channel means of squares, after the gains, float64. Private.
+
+    One record moves them by at most `LONGEST_MEAN` and `LONGEST_SQUARE` in Euclidean norm, whatever it holds.
 
     Args:
         features: ``[records, channels, ...]``.
-        longest: a public length.
     """
+    gains = channel_gains(features.shape[1])[:, None]
     sums = torch.zeros(2, features.shape[1], dtype=torch.float64)
     for part in torch.split(features, 1024):
-        flat = part.double().flatten(2) if part.ndim > 2 else part.double()[..., None]
-        for place, values in enumerate((flat.mean(2), flat.square().mean(2))):
-            lengths = values.norm(dim=1, keepdim=True)
-            shortened = values * (longest / lengths.clamp(min=longest))
-            finite = torch.isfinite(shortened).all(1, keepdim=True)
-            sums[place] += torch.where(finite, shortened, 0.0).sum(0).cpu()
+        flat = part.double().flatten(2).cpu() * gains
+        sums[0] += _shortened(flat.mean(2), LONGEST_MEAN).sum(0)
+        sums[1] += _shortened(flat.square().mean(2), LONGEST_SQUARE).sum(0)
     return sums[0], sums[1]
+
+
+def _shortened(vectors: Tensor, longest: float) -> Tensor:
+    lengths = vectors.norm(dim=1, keepdim=True)
+    shortened = vectors * (longest / lengths.clamp(min=longest))
+    finite = torch.isfinite(shortened).all(1, keepdim=True)
+    return torch.where(finite, shortened, 0.0)

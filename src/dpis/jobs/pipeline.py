@@ -27,12 +27,13 @@ from dpis.features.standalone import scattering_source
 from dpis.features.words import bag_features, word_sequences
 from dpis.jobs import plain_table
 from dpis.models import Inputs
+from dpis.paper.models import VOCABULARY
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image."""
 
 Progress = Callable[[int, int], None]
-Records = Tensor | tuple[str, ...]
+Content = Tensor | tuple[str, ...]
 """Arrays or rows of numbers; texts."""
 
 
@@ -51,11 +52,11 @@ class Pipeline:
     kind: Inputs
     scale: ChannelScale | None = None
 
-    def inputs(self, records: Records, progress: Progress | None = None) -> Tensor:
+    def inputs(self, records: Content, progress: Progress | None = None) -> Tensor:
         """What the model takes, from what `preprocessing` made."""
         return self.normalised(self.described(records, progress))
 
-    def described(self, records: Records, progress: Progress | None = None) -> Tensor:
+    def described(self, records: Content, progress: Progress | None = None) -> Tensor:
         """The records as tensors, before they are normalised."""
         if not isinstance(records, Tensor):
             return self._from_texts(records)
@@ -73,10 +74,9 @@ class Pipeline:
         return group_normalise(features, GROUPS)
 
     def _from_texts(self, texts: tuple[str, ...]) -> Tensor:
-        vectors = load_glove()
         if self.kind is Inputs.WORDS:
-            return word_sequences(texts, vectors.words)
-        return bag_features(texts, vectors)
+            return word_sequences(texts, load_glove(VOCABULARY).words)
+        return bag_features(texts, load_glove())
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object."""

@@ -49,6 +49,16 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         raise InputError(f"--normalise is for scatter features: it has no effect on {kind.name}")
     if options.normalise == "channel" and source.user_level:
         raise InputError("--normalise channel is accounted per row: it does not protect users")
+    if options.normalise == "channel" and not source.pixels_of_bytes:
+        raise InputError(
+            "--normalise channel is made for pixels from 0 to 255 (uint8): its public bounds would cut others off"
+        )
+    shape = source.image_shape
+    images = scattered or kind.name.startswith("cnn") or options.augment is not None
+    if images and shape is not None and len(shape) == 3 and shape[-1] <= 4 < shape[0]:
+        raise InputError(
+            f"images must be [channels, height, width], found {list(shape)}: move the last axis to the front"
+        )
     if options.augment is not None and (scattered or source.image_shape is None):
         raise InputError(
             f"--augment changes pixels: use it with a model of pixels, not {kind.name}"

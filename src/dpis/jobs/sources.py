@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from dpis.accounting import Release
 from dpis.data.named import ImageDataset, TextDataset, load
 from dpis.data.preprocessing import ArrayPreprocessing, Preprocessing, TextPreprocessing
-from dpis.data.records import RawRecords, encode_evaluation, open_records
+from dpis.data.records import EncodedRecords, RawRecords, encode_evaluation, open_records
 from dpis.data.sample import load_sample
 from dpis.data.scaling import bounds_from_counts, sensitivity
 from dpis.data.schema import Schema
@@ -22,7 +23,7 @@ from dpis.data.split import split_by_coins
 from dpis.data.targets import ClassTarget
 from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, JobOptions, is_file
-from dpis.jobs.pipeline import Records
+from dpis.jobs.pipeline import Content
 from dpis.mechanism import Mechanism
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
@@ -49,9 +50,9 @@ class Encoded:
         public_by_confirmation: what the user said is public although it was read from the data.
     """
 
-    features: Records
+    features: Content
     targets: Tensor
-    held_out_features: Records
+    held_out_features: Content
     held_out_targets: Tensor
     preprocessing: Preprocessing
     user_ids: npt.NDArray[np.int64] | None = None
@@ -88,6 +89,11 @@ class Source(ABC):
     @property
     def of_texts(self) -> bool:
         """Whether records are texts."""
+        return False
+
+    @property
+    def pixels_of_bytes(self) -> bool:
+        """Whether records are images of whole numbers from 0 to 255."""
         return False
 
     @abstractmethod
@@ -135,14 +141,19 @@ class NamedSource(Source):
         """By the data set."""
         return isinstance(self._data, TextDataset)
 
+    @property
+    def pixels_of_bytes(self) -> bool:
+        """All images by name are."""
+        return not self.of_texts
+
     def encode(self, mechanism: Mechanism | None) -> Encoded:
         """Pixels from 0 to 1, or texts."""
         data = self._data
         target = ClassTarget("label", data.classes)
         if isinstance(data, TextDataset):
             preprocessing: Preprocessing = TextPreprocessing(target)
-            train: Records = data.train_texts
-            test: Records = data.test_texts
+            train: Content = data.train_texts
+            test: Content = data.test_texts
         else:
             shape = tuple(data.train_images.shape[1:])
             preprocessing = ArrayPreprocessing(shape, divide_by_255=True, target=target)
@@ -160,13 +171,13 @@ class NamedSource(Source):
         )
 
 
-def _rows(records: Records, rows: npt.NDArray[np.int64]) -> Records:
+def _rows(records: Content, rows: npt.NDArray[np.int64]) -> Content:
     if isinstance(records, Tensor):
         return records[torch.from_numpy(rows)]
     return tuple(records[row] for row in rows)
 
 
-def _unit_pixels(records: Records) -> Records:
+def _unit_pixels(records: Content) -> Content:
     return records.float() / 255 if isinstance(records, Tensor) else records
 
 
@@ -226,10 +237,20 @@ class FileSource(Source):
         return self._raw.image_shape
 
     @property
+    def pixels_of_bytes(self) -> bool:
+        """As the array's type says."""
+        preprocessing = self._rehearsed.preprocessing
+        return isinstance(preprocessing, ArrayPreprocessing) and preprocessing.divide_by_255
+
+    @property
     def public_by_confirmation(self) -> tuple[str, ...]:
         """Categories and classes read by `from-data`."""
-        columns = len(self._raw.columns_to_release)
-        return self._raw.encode([(-1.0, 1.0)] * columns).public_by_confirmation
+        return self._rehearsed.public_by_confirmation
+
+    @functools.cached_property
+    def _rehearsed(self) -> EncodedRecords:
+        """Encoded with made-up bounds."""
+        return self._raw.encode([(-1.0, 1.0)] * len(self._raw.columns_to_release))
 
     @property
     def notes(self) -> tuple[str, ...]:

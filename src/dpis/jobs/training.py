@@ -12,7 +12,14 @@ from torch.utils.data import TensorDataset
 
 from dpis.errors import InputError
 from dpis.features.augment import Augmentation
-from dpis.features.channels import LONGEST, MEAN, SQUARE, ChannelScale, channel_sums
+from dpis.features.channels import (
+    LONGEST_MEAN,
+    LONGEST_SQUARE,
+    MEAN,
+    SQUARE,
+    ChannelScale,
+    channel_sums,
+)
 from dpis.jobs.options import JobOptions
 from dpis.jobs.pipeline import Pipeline, to_device
 from dpis.jobs.settings import (
@@ -118,7 +125,7 @@ class _Job:
         options = self._options
         recipe = {
             "job": options.as_json(),
-            "public": _public_recipe(options, source),
+            "public": _public_recipe(options, config, source),
             "public_by_confirmation": list(source.public_by_confirmation),
         }
         path = Path(options.out) if options.out is not None else next_run_folder(Path("runs"))
@@ -193,8 +200,10 @@ def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
     sums = channel_sums(features)
     if mechanism.plan.accounting is not None:  # sgd promises nothing, so it needs no noise
         means, squares = (
-            mechanism.release(label, value, LONGEST)
-            for label, value in zip((MEAN, SQUARE), sums, strict=True)
+            mechanism.release(label, value, longest)
+            for label, value, longest in zip(
+                (MEAN, SQUARE), sums, (LONGEST_MEAN, LONGEST_SQUARE), strict=True
+            )
         )
         sums = means, squares
     return ChannelScale.from_sums(*sums, mechanism.plan.workload.n_public)
@@ -204,17 +213,18 @@ def _column_squared_error(output: Any, target: Any) -> Any:
     return (output.reshape(len(target), -1).mean(1) - target).square()
 
 
-def _public_recipe(options: JobOptions, source: Source) -> dict[str, Any]:
-    """What the summary may say of the options: no path, no name of a user's file."""
+def _public_recipe(options: JobOptions, config: Config, source: Source) -> dict[str, Any]:
+    """What the summary may say of the options, as they were used: no path, no name of a user's file."""
+    model = model_name(options, system(options.method), source)
     return {
         "data": source.name,
         "system": options.method,
-        "model": model_name(options, system(options.method), source),
+        "model": model,
         "normalise": options.normalise,
         "augment": options.augment,
         "augmentations": options.augmentations,
         "optimizer": options.optimizer,
-        "lr": options.lr,
-        "ema": options.ema,
+        "lr": learning_rate(options, model_kind(model), config),
+        "ema": said_or(options.ema, DEFAULT_EMA),
         "measured_on": source.held_out,
     }

@@ -16,7 +16,7 @@ from dpis.data.records import encode_evaluation, encode_features
 from dpis.data.sample import load_sample
 from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, is_file
-from dpis.jobs.pipeline import Pipeline, Records, to_device
+from dpis.jobs.pipeline import Content, Pipeline, to_device
 from dpis.models import model_kind
 from dpis.training.evaluation import METRICS, HeldOut, evaluate, evaluating
 from dpis.training.files import RunFolder
@@ -79,7 +79,7 @@ def evaluate_run(
 
 def _evaluation_data(
     run: FinishedRun, data: str | None, delimiter: str | None
-) -> tuple[Records, Tensor]:
+) -> tuple[Content, Tensor]:
     if data is not None and is_file(data):
         if isinstance(run.pipeline.preprocessing, TextPreprocessing):
             raise InputError("a model of texts is measured on a data set by name, such as imdb")
@@ -126,6 +126,10 @@ def predict_file(
 def _lines_of(path: str) -> tuple[str, ...]:
     """Texts from a file, one a line."""
     try:
-        return tuple(Path(path).read_text(encoding="utf-8").splitlines())
+        text = Path(path).read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} as text, one a line, in UTF-8: {error}") from None
+    lines = text.split("\n")  # and at nothing else: a text may hold other signs that end lines
+    if lines[-1] == "":
+        lines.pop()
+    return tuple(line.removesuffix("\r") for line in lines)

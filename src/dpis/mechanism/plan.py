@@ -30,7 +30,7 @@ from dpis.accounting import (
     plan_adaptive,
     plan_predeclared,
 )
-from dpis.accounting.adaptive import NORM_SUM, NORM_SUM_SHARE, norm_noise_multiplier
+from dpis.accounting.adaptive import NORM_SUM, count_noise_multiplier, norm_noise_multiplier
 from dpis.accounting.renyi import best_order
 from dpis.accounting.verify import COUNT
 from dpis.errors import InputError
@@ -38,9 +38,6 @@ from dpis.mechanism.config import Config, Method
 
 MOST_COUNT_CHANGE = 2.0
 """A released number of records may differ from the declared one by this factor, no more."""
-
-LEAST_COUNT_NOISE = 20.0
-"""The least noise multiplier of a released number of records: it costs next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +224,7 @@ def _adjacency(config: Config) -> Adjacency:
 
 
 def _before_training(config: Config) -> tuple[Release, ...]:
-    sigma_N = max(LEAST_COUNT_NOISE, NORM_SUM_SHARE * config.n_public)
+    sigma_N = count_noise_multiplier(config.n_public)
     return (*([Release(COUNT, sigma_N)] if config.release_n else []), *config.releases)
 
 

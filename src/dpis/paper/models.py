@@ -15,6 +15,9 @@ from torch import Tensor, nn
 Activation = Callable[[], nn.Module]
 
 CLASSES = 10
+VOCABULARY = 20_000
+"""Words of the text network. The paper counted them on the reviews; here they are the most frequent in public text."""
+
 SCATTER_CHANNELS = 81
 """Of a scattering transform with J=2 and 8 angles, for each channel of the image."""
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from dpis.accounting import Budget, Cadence, Release, plan_adaptive
+from dpis.accounting.adaptive import count_noise_multiplier
 from dpis.accounting.verify import COUNT
 from dpis.errors import DpisError
 from dpis.report.charts import STYLES, Chart, Series
@@ -20,9 +21,6 @@ from dpis.report.rows import (
 )
 from dpis.reproduce import published
 from dpis.reproduce.noise_causes import NoiseCauses, noise_causes, workload_of
-
-_CHANNEL_RELEASES = (Release("channel-mean", 8.0), Release("channel-square", 8.0))
-"""What `--normalise channel` pays for before training."""
 
 
 def method_style(method: str) -> int:
@@ -71,6 +69,8 @@ def _noise_row(rows: Sequence[Row], epsilon: float) -> Row | None:
 
 def causes_of(row: Row) -> NoiseCauses | None:
     """The two causes of an adaptive row's noise; None where the row does not say enough."""
+    if option(row, "normalise") == "channel":  # releases of its own, which a row does not tell
+        return None
     try:
         claim, history = row["claim"], row["history"]
         budget = Budget(float(claim["epsilon"]), float(claim["delta"]))
@@ -78,9 +78,7 @@ def causes_of(row: Row) -> NoiseCauses | None:
         workload = workload_of(int(claim["n_public"]), pairs)
         releases: tuple[Release, ...] = ()
         if claim.get("n_public_source") == "released":
-            releases += (Release(COUNT, max(20.0, 0.02 * workload.n_public)),)
-        if option(row, "normalise") == "channel":
-            releases += _CHANNEL_RELEASES
+            releases += (Release(COUNT, count_noise_multiplier(workload.n_public)),)
         cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * clips_adaptively(row)
         order = plan_adaptive(
             budget, workload, releases=releases, norm_releases_per_epoch=cadences

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dpis.report.reproduction_page import HOW_TO_RUN, TITLE, lead, origin_lines
-from dpis.report.rows import Row, mixed
+from dpis.report.rows import Row, counted, mixed
 from dpis.report.tables import ACCOUNTS, Cell, Line, Table, sections, signed
 
 
@@ -29,7 +29,8 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
             for table in block.tables:
                 yield from _table(table)
     yield from ("", "## Where the numbers come from", "")
-    for line in (*origin_lines(rows), *(f"Do not belong together: {text}" for text in mixed(rows))):
+    odd = mixed([row for row in rows if counted(row)])
+    for line in (*origin_lines(rows), *(f"Do not belong together: {text}" for text in odd)):
         yield f"- {_plain(line)}"
 
 

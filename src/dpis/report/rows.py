@@ -69,10 +69,12 @@ def counted(row: Row) -> bool:
 
 
 def measured(rows: Iterable[Row]) -> Measured | None:
-    """Mean and spread over seeds; None without rows."""
-    values = [100 * float(row["test_accuracy"]) for row in rows]
-    if not values:
+    """Mean and spread over seeds, of one setting: that of the last row. None without rows."""
+    every = list(rows)
+    if not every:
         return None
+    by_seed = {row.get("seed"): row for row in every if _settings(row) == _settings(every[-1])}
+    values = [100 * float(row["test_accuracy"]) for row in by_seed.values()]
     spread = None
     if len(values) >= 3:
         spread = statistics.stdev(values)
@@ -120,9 +122,9 @@ def mixed(rows: Sequence[Row]) -> list[str]:
         seeds = [row.get("seed") for row in group]
         settings = {_settings(row) for row in group}
         if len(set(seeds)) < len(seeds):
-            found.append(f"{where}: a seed is counted twice")
+            found.append(f"{where}: a seed stands there twice, and counts once")
         if len(settings) > 1:
-            found.append(f"{where}: {len(settings)} different settings are averaged")
+            found.append(f"{where}: {len(settings)} different settings, of which the last counts")
     return found
 
 

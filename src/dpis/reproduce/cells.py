@@ -6,10 +6,11 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dpis.errors import InputError
+from dpis.jobs.options import JobOptions
 from dpis.reproduce import settings
 from dpis.reproduce.settings import DELTA, PAPER, RECORDS, TABLE_3, Recipe
 
@@ -143,7 +144,7 @@ def key_of(options: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,28 @@ def cells_of(table: str, choice: Choice) -> list[Cell]:
 def for_validation(cell: Cell, changes: Collection[str]) -> Cell:
     """The cell measured on held-out training records, with options changed: ``("lr=8", "epochs=30")``."""
     made = json.loads(cell.settings)
+    fixed = {
+        "dataset",
+        "method",
+        "epsilon",
+        "delta",
+        "n_public",
+        "seed",
+        "diagnostics",
+        "eval_share",
+        "out",
+    }
+    free = {field.name for field in fields(JobOptions)} - fixed
     texts = ("optimizer", "clip_norm", "model", "normalise", "contribution", "augment", "kappa")
     kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(texts, str)
     kinds |= dict.fromkeys(("epochs", "batch_size", "augmentations"), int)
     for change in changes:
         name, equals, value = change.partition("=")
+        name = {"lambda": "lambda_"}.get(name, name)
+        if equals and name not in free:
+            raise InputError(
+                f"--set {name}: not an option of `dpis train` that can be searched over"
+            )
         try:
             made[name] = kinds.get(name, float)(value)
         except ValueError:

@@ -53,8 +53,11 @@ class Results:
         return shared
 
     def add(self, row: Row, ledger: bytes | None = None) -> None:
-        """Append a row, after its ledger is in place."""
+        """Append a row, after its ledger is in place; not one that another runner has written meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._rows = load_rows(self.folder, with_tuning=True)
+        if any(_identity(row) == _identity(other) for other in self._rows):
+            return
         if ledger is not None:
             path = ledger_path(self.folder, row)
             path.parent.mkdir(exist_ok=True)
@@ -65,6 +68,10 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
         self._rows.append(row)
+
+
+def _identity(row: Row) -> tuple[str, str, str]:
+    return row["table"], row["recipe"], key_of(row["options"])
 
 
 def ledger_path(folder: Path, row: Mapping[str, Any]) -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,10 @@ def run_missing(
                 cell = running.pop(future)
                 try:
                     row, ledger = future.result()
-                except DpisError as error:
-                    failed.append(f"{_name(cell)}: {error}")
+                except BrokenProcessPool:
+                    raise  # no worker is left to go on with
+                except Exception as error:  # of this cell alone
+                    failed.append(f"{_name(cell)}: {error or type(error).__name__}")
                     say(f"failed   {failed[-1]}")
                     continue
                 results.add(row, ledger)
@@ -95,19 +98,22 @@ def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
     from dpis.training.files import RunFolder
     from dpis.training.progress import Silent
 
+    commit = _commit()
     folder = runs / f"{cell.folder_name}-{hashlib.sha256(cell.key.encode()).hexdigest()[:8]}"
-    if RunFolder(folder).checkpoint.exists():
+    resumed = RunFolder(folder).checkpoint.exists()
+    if resumed:
         job = resume_job(folder, Silent())
     else:
         if folder.exists():  # finished, and killed before its row was written
             shutil.rmtree(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = start_job(JobOptions.from_json({**cell.options, "out": str(folder)}), Silent())
-    return _row(cell, folder, job.result.summary.as_json(), job.wall_seconds)
+    row, ledger = _row(cell, folder, job.result.summary.as_json(), commit)
+    return {**row, "wall_seconds": round(job.wall_seconds, 1), "resumed": resumed}, ledger
 
 
 def _row(
-    cell: Cell, folder: Path, summary: dict[str, Any], wall_seconds: float
+    cell: Cell, folder: Path, summary: dict[str, Any], commit: str
 ) -> tuple[Row, bytes | None]:
     ledger = _verified_ledger(folder) if cell.epsilon is not None else None
     row = {
@@ -121,10 +127,9 @@ def _row(
         "test_accuracy": summary["metrics"]["accuracy"],
         "measured_on": summary["recipe"]["measured_on"],
         "accountant": cell.accountant,
-        "wall_seconds": round(wall_seconds, 1),
         "gradient_evaluations": summary["gradient_evaluations"],
         "command": cell.command,
-        "commit": _commit(),
+        "commit": commit,
         "claim": summary["claim"],
         "machine": _machine(),
         "options": cell.json_options,
