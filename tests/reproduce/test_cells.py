@@ -13,15 +13,16 @@ from dpis.reproduce.cells import TABLES, Choice, cells_of, for_validation, key_o
 from dpis.reproduce.settings import EPSILONS, RECORDS, TABLE_3
 
 
+TRAIN = typer.main.get_command(app).commands["train"]
+
+
 def every_cell():
     return [cell for table in TABLES for cell in cells_of(table, Choice())]
 
 
 def parsed(command):
     """What `dpis train` understands of it."""
-    words = shlex.split(command)
-    train = typer.main.get_command(app).commands["train"]
-    context = train.make_context("train", words[2:])
+    context = TRAIN.make_context("train", shlex.split(command)[2:])
     unsaid = (None, False)
     return {
         name: value
