@@ -48,7 +48,7 @@ SETTINGS = (
     Setting("fmnist", "scatter-linear", 3.0, 2048, 8192, 10, (4.0, 8.0, 16.0)),
     Setting("mnist", "scatter-linear", 1.0, 1024, 4096, 10, (2.0, 4.0, 8.0)),
     Setting("fmnist", "scatter-cnn", 1.0, 2048, 8192, 12, (4.0, 2.0, 8.0), one_lr=True),
-    Setting("mnist", "scatter-cnn", 1.0, 1024, 4096, 10, (1.0, 2.0, 4.0), one_lr=True),
+    Setting("mnist", "scatter-cnn", 1.0, 1024, 4096, 10, (2.0, 4.0), one_lr=True),
 )
 
 
