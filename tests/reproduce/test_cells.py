@@ -12,7 +12,6 @@ from dpis.jobs import JobOptions
 from dpis.reproduce.cells import TABLES, Choice, cells_of, for_validation, key_of
 from dpis.reproduce.settings import EPSILONS, RECORDS, TABLE_3
 
-
 TRAIN = typer.main.get_command(app).commands["train"]
 
 
