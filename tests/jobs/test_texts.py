@@ -58,8 +58,12 @@ def train(*more):
     [
         [],
         ["--model", "bag-mlp"],
-        ["--model", "rnn", "--optimizer", "adam", "--lr", "0.02"],
-        ["--method", "dp-sgd-ts", "--optimizer", "adam", "--lr", "0.02"],
+        pytest.param(
+            ["--model", "rnn", "--optimizer", "adam", "--lr", "0.02"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["--method", "dp-sgd-ts", "--optimizer", "adam", "--lr", "0.02"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_text_model_learns_is_measured_and_predicts(tmp_path, capsys, options):

@@ -26,7 +26,10 @@ FLAGS = [
     "--disable-dev-shm-usage",
 ]
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="chromium is not installed"),
+]
 
 MEASURE = """
 <script>
