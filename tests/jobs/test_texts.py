@@ -11,6 +11,8 @@ from dpis.cli.app import main
 from dpis.data.datasets import TextDataset
 from dpis.data.glove import WordVectors
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("the", "good", "fine", "bad", "awful", "film")
 
 
@@ -58,12 +60,8 @@ def train(*more):
     [
         [],
         ["--model", "bag-mlp"],
-        pytest.param(
-            ["--model", "rnn", "--optimizer", "adam", "--lr", "0.02"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ["--method", "dp-sgd-ts", "--optimizer", "adam", "--lr", "0.02"], marks=pytest.mark.slow
-        ),
+        pytest.param(["--model", "rnn", "--optimizer", "adam", "--lr", "0.02"]),
+        pytest.param(["--method", "dp-sgd-ts", "--optimizer", "adam", "--lr", "0.02"]),
     ],
 )
 def test_a_text_model_learns_is_measured_and_predicts(tmp_path, capsys, options):

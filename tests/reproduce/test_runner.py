@@ -11,6 +11,8 @@ from dpis.reproduce import runner
 from dpis.reproduce.cells import Cell
 from dpis.reproduce.results import NEEDED, Results, check_ledgers, ledger_path, load_rows
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"batch_size": 2500, "epochs": 1, "model": "linear", "lr": 0.1, "ema": 0.0}
 
 
@@ -101,7 +103,6 @@ def test_a_cell_that_fails_leaves_the_others_alone(results, tmp_path):
     assert any(line.startswith("failed") for line in said)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_two_runners_do_not_write_one_row_twice(results, tmp_path):
     another = Results(results.folder)
@@ -111,7 +112,6 @@ def test_two_runners_do_not_write_one_row_twice(results, tmp_path):
     assert len(load_rows(results.folder)) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_an_error_nobody_foresaw_costs_its_own_cell_alone(results, tmp_path, monkeypatch):
     real = runner.run_cell
@@ -133,7 +133,6 @@ def test_no_cell_begins_when_the_time_is_up(results, tmp_path):
     assert (outcome.run, outcome.left) == (0, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_what_is_not_private_has_no_ledger(results, tmp_path):
     run([cell(method="sgd", epsilon=None, accountant=None)], results, tmp_path)
@@ -144,7 +143,6 @@ def test_what_is_not_private_has_no_ledger(results, tmp_path):
     assert check_ledgers(results.folder) == (0, [])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_validation_rows_stay_out_of_the_tables(results, tmp_path):
     run([cell(validation=True)], results, tmp_path)
@@ -153,7 +151,6 @@ def test_validation_rows_stay_out_of_the_tables(results, tmp_path):
     assert "training records" in row["measured_on"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_an_interrupted_cell_is_taken_up(results, tmp_path, monkeypatch):
     from dpis.training.trainer import Trainer
@@ -210,7 +207,6 @@ def test_commands_for_people(tmp_path, monkeypatch, capsys):
     assert "0 of 0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_two_processes_make_the_same_rows_as_one(results, tmp_path):
     cells = [cell(), cell(seed=4)]
     outcome, _ = run(cells, results, tmp_path)
