@@ -163,21 +163,8 @@ def _summed_gradient(
     inputs: Tensor, output_grads: Tensor, shape: torch.Size, geometry: Geometry
 ) -> Tensor:
     """``Σ_i G_i``: the backward pass of the convolution, for its weight alone."""
-    gradient: Tensor
-    _, gradient, _ = torch.ops.aten.convolution_backward(
-        output_grads,
-        inputs,
-        inputs.new_empty(shape),
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        (0,) * geometry.dimensions,
-        geometry.groups,
-        (False, True, False),
-    )
-    return gradient
+    weight = inputs.new_empty(shape)
+    return geometry.parameter_gradients(inputs, output_grads, weight, wanted=(True, False))[0]
 
 
 def _equal_blocks(records: int, block: int) -> Iterator[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -66,6 +67,25 @@ class Geometry:
             shift, start = divmod(distance, self.stride[dim])
             taps.setdefault(start, []).append(Tap(element, shift))
         return [(start, tuple(found)) for start, found in sorted(taps.items())]
+
+    def parameter_gradients(
+        self, inputs: Tensor, output_grads: Tensor, weight: Tensor, *, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        """Torch's own backward pass, summed over the rows: for the weight and for the bias, as far as wanted."""
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            output_grads,
+            inputs,
+            weight,
+            [weight.shape[0]] if wanted[1] else None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            (0,) * self.dimensions,
+            self.groups,
+            (False, *wanted),
+        )
+        return found[1], found[2]
 
     def every(self, inputs: Tensor, phase: Phase) -> Tensor:
         """The inputs ``[rows, channels, *spatial]`` that belong to one phase."""

@@ -194,18 +194,8 @@ class _Convolved(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
         _, wanted, biased, _ = ctx.needs_input_grad
-        _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            grads[0],
-            inputs,
-            weight,
-            [weight.shape[0]],
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            False,
-            (0,) * geometry.dimensions,
-            geometry.groups,
-            (False, wanted, biased),
+        of_weight, of_bias = geometry.parameter_gradients(
+            inputs, grads[0], weight, wanted=(wanted, biased)
         )
         return None, of_weight, of_bias, None
 
