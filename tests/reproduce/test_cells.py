@@ -138,7 +138,9 @@ def test_validation_holds_training_records_out():
     for broken in ("lr", "lr=fast"):
         with pytest.raises(InputError, match="--set must be OPTION=VALUE"):
             for_validation(cell, [broken])
-    for unknown in ("learning_rate=9", "seed=7", "epsilon=8"):
+    for option, value in (("clip_norm", "0.2"), ("augmentations", 4), ("optimizer", "adam")):
+        assert for_validation(cell, [f"{option}={value}"]).options[option] == value
+    for unknown in ("learning_rate=9", "seed=7", "epsilon=8", "diagnostics=0", "bounds=a"):
         with pytest.raises(InputError, match="can be searched over"):
             for_validation(cell, [unknown])
 

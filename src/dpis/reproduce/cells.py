@@ -6,8 +6,8 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, get_args, get_type_hints
 
 from dpis.errors import InputError
 from dpis.jobs.options import JobOptions
@@ -15,6 +15,9 @@ from dpis.reproduce import settings
 from dpis.reproduce.settings import DELTA, PAPER, RECORDS, TABLE_3, Recipe
 
 TABLES = ("table3", "table4", "table5", "table6", "figure1")
+
+FIXED = ("epsilon", "delta", "n_public", "seed", "eval_share", "out", "accountant")
+"""Options that a cell sets itself."""
 
 
 @dataclass(frozen=True)
@@ -201,35 +204,26 @@ def cells_of(table: str, choice: Choice) -> list[Cell]:
 def for_validation(cell: Cell, changes: Collection[str]) -> Cell:
     """The cell measured on held-out training records, with options changed: ``("lr=8", "epochs=30")``."""
     made = json.loads(cell.settings)
-    fixed = {
-        "dataset",
-        "method",
-        "epsilon",
-        "delta",
-        "n_public",
-        "seed",
-        "diagnostics",
-        "eval_share",
-        "out",
-    }
-    free = {field.name for field in fields(JobOptions)} - fixed
-    texts = ("optimizer", "clip_norm", "model", "normalise", "contribution", "augment", "kappa")
-    kinds: dict[str, Callable[[str], Any]] = dict.fromkeys(texts, str)
-    kinds |= dict.fromkeys(("epochs", "batch_size", "augmentations"), int)
     for change in changes:
-        name, equals, value = change.partition("=")
+        name, _, value = change.partition("=")
         name = {"lambda": "lambda_"}.get(name, name)
-        if equals and name not in free:
-            raise InputError(
-                f"--set {name}: not an option of `dpis train` that can be searched over"
-            )
+        kind = _searchable(name)
         try:
-            made[name] = kinds.get(name, float)(value)
+            made[name] = kind(value)
         except ValueError:
-            equals = ""
-        if not equals:
-            raise InputError(f"--set must be OPTION=VALUE, found {change!r}")
+            raise InputError(f"--set must be OPTION=VALUE, found {change!r}") from None
     return replace(cell, settings=json.dumps(made), validation=True)
+
+
+def _searchable(name: str) -> Callable[[str], Any]:
+    """What makes a value of that option from text, by its type; options that a cell fixes itself are refused."""
+    kinds = set(get_args(get_type_hints(JobOptions).get(name, bool))) - {type(None)}
+    if name == "optimizer":
+        return str
+    if name in FIXED or len(kinds) != 1:
+        raise InputError(f"--set {name}: not an option of `dpis train` that can be searched over")
+    kind: Callable[[str], Any] = kinds.pop()
+    return kind
 
 
 def _table_3(seed: int) -> Iterator[Cell]:
