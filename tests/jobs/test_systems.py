@@ -12,15 +12,9 @@ from dpis.cli.app import main
 from dpis.features import channels
 from dpis.jobs import training
 from dpis.training.model_file import load_card
+from dpis.training.trainer import Trainer
 
 QUICK = ["--accountant", "rdp", "--epochs", "1", "--batch-size", "100", "--device", "cpu"]
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DPIS_DATA", str(tmp_path / "no-data"))
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +125,34 @@ def test_the_summary_says_which_learning_rate_and_average_were_used(pictures):
     assert train(pictures, "--model", "scatter-linear") == 0
     assert summary()["recipe"]["lr"] > 0
     assert summary()["recipe"]["ema"] == 0.95
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--model", "scatter-linear", "--normalise", "channel", "--release-n", "--n-public", "270"],
+        ["--model", "cnn", "--augment", "shift,flip", "--augmentations", "2"],
+        ["--model", "mlp", "--method", "dpis-adaptive", "--k", "inf", "--n-public", "270"],
+    ],
+    ids=["channel-statistics", "augmentation", "uniform-under-the-schedule"],
+)
+def test_a_resumed_job_repeats_its_releases_and_views_bit_for_bit(pictures, monkeypatch, options):
+    """Rule 21: statistics released before training, and random views, come out of the key again and are paid once."""
+    quick = QUICK[2:] if "dpis-adaptive" in options else QUICK  # which has an account of its own
+    asked = ["train", pictures, "--classes", "2", *quick, "--seed", "5", *options]
+    assert main([*asked, "--out", "whole"]) == 0
+    step, taken = Trainer._step, []
+
+    def interrupted(trainer):
+        taken.append(trainer)
+        if len(taken) == 2:
+            raise RuntimeError("the lights went out")
+        step(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", interrupted)
+        with pytest.raises(RuntimeError):
+            main([*asked, "--out", "broken"])
+    assert main(["train", "--resume", "broken"]) == 0
+    for name in ("model.safetensors", "ledger.jsonl", "summary.json"):
+        assert Path("whole", name).read_bytes() == Path("broken", name).read_bytes(), name

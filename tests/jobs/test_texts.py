@@ -27,9 +27,7 @@ def reviews(count, seed):
 
 
 @pytest.fixture(autouse=True)
-def _made_up(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
+def _made_up(monkeypatch):
     vectors = torch.randn(len(WORDS), 100, generator=torch.Generator().manual_seed(0))
     glove = WordVectors(WORDS, vectors, torch.arange(len(WORDS)))
     data = TextDataset("imdb", *reviews(600, 0), *reviews(100, 1), ("negative", "positive"), "none")

@@ -17,13 +17,6 @@ from dpis.models import Inputs
 QUICK = ["--accountant", "rdp", "--epochs", "2", "--batch-size", "50", "--device", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DPIS_DATA", str(tmp_path / "no-data"))
-
-
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     """A CSV with numbers, a category, missing values, users and two targets."""
