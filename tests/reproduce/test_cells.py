@@ -135,7 +135,7 @@ def test_validation_holds_training_records_out():
     assert tried.options["eval_share"] == 0.1
     assert tried.options["n_public"] == 54_000
     assert tried.key != cell.key
-    for broken in ("lr", "lr=fast"):
+    for broken in ("lr", "lr=fast", "model", "model="):
         with pytest.raises(InputError, match="--set must be OPTION=VALUE"):
             for_validation(cell, [broken])
     for option, value in (("clip_norm", "0.2"), ("augmentations", 4), ("optimizer", "adam")):

@@ -205,10 +205,12 @@ def for_validation(cell: Cell, changes: Collection[str]) -> Cell:
     """The cell measured on held-out training records, with options changed: ``("lr=8", "epochs=30")``."""
     made = json.loads(cell.settings)
     for change in changes:
-        name, _, value = change.partition("=")
+        name, equals, value = change.partition("=")
         name = {"lambda": "lambda_"}.get(name, name)
         kind = _searchable(name)
         try:
+            if not (equals and value):
+                raise ValueError
             made[name] = kind(value)
         except ValueError:
             raise InputError(f"--set must be OPTION=VALUE, found {change!r}") from None
