@@ -174,6 +174,9 @@ def main() -> None:
         default="sample",
         help="sample, or the name of a local data set: see dpis data list",
     )
+    parser.add_argument(
+        "--names", type=int, default=300, help="how many of each language char-lstm gets"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0)
     own, _, theirs = " ".join(sys.argv[1:]).partition(" -- ")
     options = parser.parse_args(own.split())
@@ -181,7 +184,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = theirs.split()
         if options.script == "char-lstm" and "--data-root" not in arguments:
-            arguments += ["--data-root", str(write_names(Path(folder)))]
+            arguments += ["--data-root", str(write_names(Path(folder), options.names))]
         outcome = run(
             options.script,
             options.engine,
