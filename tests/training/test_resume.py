@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -294,8 +295,11 @@ def test_a_change_is_refused(interrupted: tuple[Path, dict[str, bytes]], change:
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_after_all_refusals_the_run_goes_on(interrupted: tuple[Path, dict[str, bytes]]) -> None:
-    folder, whole = interrupted
+def test_after_all_refusals_the_run_goes_on(
+    interrupted: tuple[Path, dict[str, bytes]], tmp_path: Path
+) -> None:
+    refused, whole = interrupted
+    folder = shutil.copytree(refused, tmp_path / "run")  # others still need the one of the fixture
     model = mlp(seed=3)  # its weights are in the checkpoint
     fit(folder, model, scheduler=partial(ExponentialLR, gamma=0.5), resume=True)
     assert released(folder) == whole
