@@ -1,6 +1,9 @@
 """Cells become rows, once each, with a ledger that holds."""
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +13,7 @@ from dpis.errors import DpisError, InputError
 from dpis.reproduce import runner
 from dpis.reproduce.cells import Cell
 from dpis.reproduce.results import NEEDED, Results, check_ledgers, ledger_path, load_rows
+from dpis.training.files import FolderLock, RunFolder
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +209,43 @@ def test_commands_for_people(tmp_path, monkeypatch, capsys):
     assert main(["reproduce", "report"]) == 0
     assert main(["reproduce", "verify"]) == 0
     assert "0 of 0" in capsys.readouterr().out
+
+
+def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path, results):
+    long = cell(settings=json.dumps({**SETTINGS, "batch_size": 100, "epochs": 300}))
+    script = tmp_path / "runner.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from dpis.reproduce import runner\n"
+        "from dpis.reproduce.cells import Cell\n"
+        "from dpis.reproduce.results import Results\n"
+        "if __name__ == '__main__':\n"
+        f"    runner.run_missing([{long!r}], Results(Path('results')), Path('runs'), processes=1,\n"
+        "        budget_minutes=10.0, say=lambda line: None)\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
+    _until(lambda: any((tmp_path / "runs").glob("*/checkpoint.secret")))
+    (folder,) = (tmp_path / "runs").iterdir()
+    parent.kill()
+    parent.wait()
+    _until(lambda: _is_free(folder))
+    assert RunFolder(folder).checkpoint.exists()
+    assert not load_rows(results.folder)
+
+
+def _until(happened, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _is_free(folder):
+    try:
+        FolderLock(folder).release()
+    except InputError:
+        return False
+    return True
 
 
 def test_two_processes_make_the_same_rows_as_one(results, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 from dpis.accounting import verify_ledger
 from dpis.errors import DpisError, InputError
 from dpis.reproduce.cells import Cell, key_of
+from dpis.training.files import FolderLock
 
 Row = dict[str, Any]
 
@@ -55,9 +56,15 @@ class Results:
     def add(self, row: Row, ledger: bytes | None = None) -> None:
         """Append a row, after its ledger is in place; not one that another runner has written meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._rows = load_rows(self.folder, with_tuning=True)
-        if any(_identity(row) == _identity(other) for other in self._rows):
-            return
+        lock = FolderLock(self.folder, wait=True)
+        try:
+            self._rows = load_rows(self.folder, with_tuning=True)
+            if not any(_identity(row) == _identity(other) for other in self._rows):
+                self._append(row, ledger)
+        finally:
+            lock.release()
+
+    def _append(self, row: Row, ledger: bytes | None) -> None:
         if ledger is not None:
             path = ledger_path(self.folder, row)
             path.parent.mkdir(exist_ok=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
 import platform
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -58,14 +61,14 @@ def run_missing(
     if waiting:
         say(f"{len(cells) - len(missing)} of {len(cells)} cells are there, {len(waiting)} to run")
     with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _share_cores, (processes,)
+        processes, multiprocessing.get_context("spawn"), _prepare_worker, (processes,)
     ) as pool:
         running: dict[Future[tuple[Row, bytes | None]], Cell] = {}
         while running or (waiting and time.monotonic() < deadline):
             while waiting and len(running) < processes and time.monotonic() < deadline:
                 cell = waiting.pop(0)
                 say(f"running  {_name(cell)}")
-                running[pool.submit(run_cell, cell, runs)] = cell
+                running[pool.submit(_work, cell, runs)] = cell
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(future)
                 try:
@@ -86,10 +89,30 @@ def run_missing(
     return Outcome(len(cells) - len(missing), done, tuple(failed), len(waiting))
 
 
-def _share_cores(processes: int) -> None:
+def _prepare_worker(processes: int) -> None:
     import torch
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (torch.get_num_threads() if processes == 1 else 1)))
+
+
+def _end_with_parent() -> None:
+    """A runner that is killed stops its cells, as Ctrl-C would: saved, to be taken up by the next."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    parent.join()
+    os.kill(os.getpid(), signal.SIGINT)
+    with _at_work:
+        os._exit(1)
+
+
+_at_work = threading.Lock()
+
+
+def _work(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
+    with _at_work:
+        return run_cell(cell, runs)
 
 
 def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:

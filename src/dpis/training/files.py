@@ -60,12 +60,13 @@ class FolderLock:
 
     Args:
         folder: which must exist.
+        wait: until it is free.
 
     Raises:
         InputError: another run, of this process or another, is at work there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
         self._let_go: Callable[[], object] = lambda: None
         try:
             import fcntl
@@ -74,7 +75,7 @@ class FolderLock:
         descriptor = os.open(folder, os.O_RDONLY)
         self._let_go = weakref.finalize(self, os.close, descriptor)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             self.release()
             raise InputError(
