@@ -81,7 +81,7 @@ def make_config(options: JobOptions, method: Method, kind: ModelKind, source: So
         batch_size = default_batch_size(n_public)
     return Config(
         method=method,
-        epsilon=said_or(options.epsilon, 3.0),
+        epsilon=_epsilon(options),
         delta=said_or(options.delta, 1e-5),
         n_public=n_public,
         n_public_source=CountSource.DATASET_LENGTH
@@ -148,7 +148,9 @@ def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClip
 
 def releases(options: JobOptions, source: Source) -> tuple[Release, ...]:
     """What is released, and paid for, before training."""
-    return (
-        *source.releases,
-        *(channel_releases() if options.normalise == "channel" else ()),
-    )
+    by_channel = options.normalise == "channel"
+    return (*source.releases, *(channel_releases(_epsilon(options)) if by_channel else ()))
+
+
+def _epsilon(options: JobOptions) -> float:
+    return said_or(options.epsilon, 3.0)
