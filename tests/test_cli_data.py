@@ -80,6 +80,7 @@ def test_a_failed_fetch_is_one_clear_line(capsys, tiny, tmp_path):
     assert "ask a friend" in err
 
 
+@pytest.mark.slow
 def test_listing_does_not_load_torch():
     code = (
         "import sys; from dpis.cli import main; import dpis.data.fetch;"

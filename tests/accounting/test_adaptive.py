@@ -214,6 +214,7 @@ def test_impossible_adaptive_plans_are_refused():
         )
 
 
+@pytest.mark.slow
 @given(st.floats(0.2, 8.0))
 @settings(max_examples=10)
 def test_the_filter_costs_little_against_the_minimum_over_orders(epsilon):

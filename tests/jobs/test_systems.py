@@ -128,6 +128,7 @@ def test_the_summary_says_which_learning_rate_and_average_were_used(pictures):
     assert summary()["recipe"]["ema"] == 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

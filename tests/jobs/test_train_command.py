@@ -102,6 +102,7 @@ def test_a_regression_speaks_in_the_units_of_its_target(table, tmp_path, capsys)
     assert max(predictions) > 1.5  # not in -1..1
 
 
+@pytest.mark.slow
 def test_undeclared_bounds_are_released_and_charged(table, tmp_path, capsys):
     flags = [
         "--categories",
@@ -147,6 +148,7 @@ def test_the_summary_tells_a_newcomer_what_is_promised(table, tmp_path, capsys):
     assert str(table) not in (Path("runs/1") / "summary.json").read_text()
 
 
+@pytest.mark.slow
 def test_images_of_the_users_own_are_scattered(tmp_path, capsys):
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 2, 200)

@@ -149,6 +149,7 @@ def test_a_count_is_released_once(tmp_path: Path, method: str) -> None:
         assert_verifies(result.folder)
 
 
+@pytest.mark.slow
 def test_an_early_stop_keeps_the_claim(tmp_path: Path) -> None:
     result = fit(
         tmp_path / "run",
