@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -227,6 +228,37 @@ def test_the_names_that_people_read_off_the_optimizer():
     assert loop.optimizer.expected_batch_size == BATCH
     assert loop.loader.sample_rate == BATCH / RECORDS
     assert private(epochs=2).optimizer.noise_multiplier > 0
+
+
+class Items(TensorDataset):
+    """Not plain, as far as the loader can tell: read item by item."""
+
+
+@pytest.mark.parametrize("batch", [BATCH, 1])  # of 1, every third batch is empty
+def test_plain_tensors_are_batched_at_once_and_come_out_as_items_do(batch: int):
+    plain = private(loader={"batch_size": batch})
+    items = private(dataset=Items(*data().tensors), loader={"batch_size": batch})
+    assert plain.loader.collate_fn is list
+    pairs = zip(_delivered(plain), _delivered(items), strict=True)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
+    assert torch.equal(plain.weights, items.weights)
+
+
+def _delivered(loop: Loop) -> list[Tensor]:
+    found: list[Tensor] = []
+    for inputs, targets in loop.loader:
+        found += [inputs, targets]
+        loop.step(inputs, targets)
+    return found
+
+
+def test_the_data_set_of_a_private_loader_is_the_users_own_in_all_but_batches():
+    records = data()
+    dataset = private(dataset=records).loader.dataset
+    assert len(dataset) == RECORDS
+    assert dataset.tensors is records.tensors
+    assert torch.equal(dataset[3][0], records[3][0])
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[[2, 1]][0], records[[2, 1]][0])
 
 
 # ── workers ──────────────────────────────────────────────────────────────────────────────────────────

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
+import torch
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    TensorDataset,
+    default_collate,
 )
 
 from dpis.engine.blank import CollateEmpty
@@ -45,10 +49,16 @@ class PrivateLoader(DataLoader[Any]):
                 "persistent_workers": original.persistent_workers,
                 "multiprocessing_context": original.multiprocessing_context,
             }
+        draws, dataset = _Draws(session, steps, most_rows), original.dataset
+        if original.collate_fn is default_collate and type(dataset) is TensorDataset:
+            dataset = _BatchesOfTensors(dataset)
+            batching: dict[str, Any] = {"sampler": draws, "batch_size": None, "collate_fn": list}
+        else:
+            collate = CollateEmpty(original.collate_fn, dataset)
+            batching = {"batch_sampler": draws, "collate_fn": collate}
         super().__init__(
-            original.dataset,
-            batch_sampler=_Draws(session, steps, most_rows),
-            collate_fn=CollateEmpty(original.collate_fn, original.dataset),
+            dataset,
+            **batching,
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
             timeout=original.timeout,
@@ -80,6 +90,30 @@ class PrivateLoader(DataLoader[Any]):
         raise MisuseError(
             "a private loader cannot be copied: two runs would use the same coins and noise, which then cancels"
         )
+
+
+class _BatchesOfTensors(Dataset[Any]):
+    """A plain `TensorDataset` that makes a batch of a list of places at once: the one `default_collate` makes of items.
+
+    In every other respect it is the data set itself.
+    """
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, list):
+            return self._dataset[index]
+        places, tensors = torch.tensor(index, dtype=torch.long), self._dataset.tensors
+        return tuple(tensor.index_select(0, places.to(tensor.device)) for tensor in tensors)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 class _Draws(Sampler[list[int]]):
