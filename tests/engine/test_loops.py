@@ -254,11 +254,17 @@ def _delivered(loop: Loop) -> list[Tensor]:
 
 def test_the_data_set_of_a_private_loader_is_the_users_own_in_all_but_batches():
     records = data()
-    dataset = private(dataset=records).loader.dataset
-    assert len(dataset) == RECORDS
+    loop = private(dataset=records)
+    dataset = loop.loader.dataset
+    assert isinstance(dataset, TensorDataset)
+    assert torch.equal(dataset[[True] + 39 * [False]][0], records[:1][0])
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[-1][0], records[-1][0])
+    dataset.tensors = tuple(t.flip(0) for t in records.tensors)  # whoever changes it, both see it
     assert dataset.tensors is records.tensors
-    assert torch.equal(dataset[3][0], records[3][0])
-    assert torch.equal(pickle.loads(pickle.dumps(dataset))[[2, 1]][0], records[[2, 1]][0])
+    for inputs, targets in loop.loader:
+        drawn = loop.session._current.draw.indices
+        assert torch.equal(inputs, records.tensors[0][drawn])
+        loop.step(inputs, targets)
 
 
 # ── workers ──────────────────────────────────────────────────────────────────────────────────────────

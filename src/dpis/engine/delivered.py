@@ -63,10 +63,7 @@ class Delivered:
         if tensor._version != version or start + given.shape[dim] > self.rows:
             return False
         expected = tensor.narrow(dim, start, given.shape[dim]).to(given.device)
-        same_memory = (
-            expected.data_ptr() == given.data_ptr() and expected.stride() == given.stride()
-        )
-        if same_memory or torch.equal(expected, given):
+        if expected.is_set_to(given) or torch.equal(expected, given):  # the first costs nothing
             return True
         both_nan = (expected != expected) & (given != given)
         return bool(((expected == given) | both_nan).all())

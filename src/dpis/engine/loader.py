@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -49,16 +49,14 @@ class PrivateLoader(DataLoader[Any]):
                 "persistent_workers": original.persistent_workers,
                 "multiprocessing_context": original.multiprocessing_context,
             }
-        draws, dataset = _Draws(session, steps, most_rows), original.dataset
-        if original.collate_fn is default_collate and type(dataset) is TensorDataset:
-            dataset = _BatchesOfTensors(dataset)
-            batching: dict[str, Any] = {"sampler": draws, "batch_size": None, "collate_fn": list}
-        else:
-            collate = CollateEmpty(original.collate_fn, dataset)
-            batching = {"batch_sampler": draws, "collate_fn": collate}
+        dataset: Any = original.dataset
+        collate: Any = CollateEmpty(original.collate_fn, dataset)
+        if original.collate_fn is default_collate and _is_plain(dataset):
+            dataset, collate = _BatchesOfTensors(dataset), list
         super().__init__(
             dataset,
-            **batching,
+            batch_sampler=_Draws(session, steps, most_rows),
+            collate_fn=collate,
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
             timeout=original.timeout,
@@ -92,28 +90,22 @@ class PrivateLoader(DataLoader[Any]):
         )
 
 
-class _BatchesOfTensors(Dataset[Any]):
-    """A plain `TensorDataset` that makes a batch of a list of places at once: the one `default_collate` makes of items.
+class _BatchesOfTensors(TensorDataset):
+    """A plain `TensorDataset`, sharing all it has, that makes the batch of several places at once.
 
-    In every other respect it is the data set itself.
+    It is the batch that `default_collate` makes of the items.
     """
 
     def __init__(self, dataset: TensorDataset) -> None:
-        self._dataset = dataset
+        self.__dict__ = dataset.__dict__
 
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, list):
-            return self._dataset[index]
-        places, tensors = torch.tensor(index, dtype=torch.long), self._dataset.tensors
-        return tuple(tensor.index_select(0, places.to(tensor.device)) for tensor in tensors)
+    def __getitems__(self, places: list[int]) -> tuple[Tensor, ...]:
+        chosen = torch.tensor(places, dtype=torch.long)
+        return tuple(tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors)
 
-    def __len__(self) -> int:
-        return len(self._dataset)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
+def _is_plain(dataset: Any) -> bool:
+    return type(dataset) is TensorDataset and all(isinstance(t, Tensor) for t in dataset.tensors)
 
 
 class _Draws(Sampler[list[int]]):
