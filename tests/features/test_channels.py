@@ -51,7 +51,7 @@ def made_up_images(count):
 
 def test_without_noise_channels_come_to_mean_0_and_variance_1():
     features = scatter_features(made_up_images(300), cache=False)
-    scaled = ChannelScale.from_sums(*channel_sums(features), 300)(features)
+    scaled = ChannelScale.from_sums(*channel_sums(features), 300, 0.0)(features)
     assert torch.allclose(scaled.mean((0, 2, 3)), torch.zeros(81), atol=1e-2)
     assert torch.allclose(scaled.var((0, 2, 3)), torch.ones(81), atol=5e-2)
 
@@ -66,14 +66,30 @@ def test_the_noise_of_60000_records_hardly_moves_the_scale():
         total + paid.noise_multiplier * longest * torch.randn(81, generator=generator).double()
         for total, longest in zip(sums, LONGEST, strict=True)
     ]
-    exact, released = (torch.tensor(ChannelScale.from_sums(*s, n).deviation) for s in (sums, noisy))
+    exact, released = (
+        torch.tensor(ChannelScale.from_sums(*some, n, noise).deviation)
+        for some, noise in ((sums, 0.0), (noisy, paid.noise_multiplier))
+    )
     assert 0.75 < float((released / exact).min()) <= float((released / exact).max()) < 1.33
+
+
+def test_a_channel_lost_in_the_noise_does_not_drown_the_others():
+    """Of few records the variance of some channels comes out negative."""
+    features = scatter_features(made_up_images(300), cache=False)
+    n, (paid, _) = 2_000, channel_releases(epsilon=0.5)
+    generator = torch.Generator().manual_seed(1)
+    noisy = [
+        total * n / 300 + paid.noise_multiplier * longest * torch.randn(81, generator=generator)
+        for total, longest in zip(channel_sums(features), LONGEST, strict=True)
+    ]
+    scaled = ChannelScale.from_sums(*noisy, n, paid.noise_multiplier)(features)
+    assert float(scaled.abs().max()) < 100
 
 
 @pytest.mark.parametrize("noise", [math.nan, math.inf, -1e9, 1e9])
 def test_whatever_the_noise_gave_the_scale_is_finite(noise):
     sums = torch.full((81,), noise, dtype=torch.float64)
-    scale = ChannelScale.from_sums(sums, sums, 100)
+    scale = ChannelScale.from_sums(sums, sums, 100, 1.0)
     assert all(math.isfinite(value) for value in (*scale.mean, *scale.deviation))
     assert min(scale.deviation) >= LEAST_DEVIATION * 0.999
 

@@ -68,6 +68,7 @@ def load_card_of_run():
         (["--model", "rnn"], "takes texts"),
         (["--model", "cnn", "--normalise", "channel"], "has no effect on cnn"),
         (["--normalise", "batch"], "must be group or channel"),
+        (["--normalise", "channel", "--epsilon", "0"], "epsilon must be a finite number above 0"),
         (["--augment", "shift"], "use it with a model of pixels"),
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),

@@ -76,12 +76,20 @@ class ChannelScale:
         return cls(tuple(map(float, data["mean"])), tuple(map(float, data["deviation"])))
 
     @classmethod
-    def from_sums(cls, means: Tensor, squares: Tensor, n_public: float) -> ChannelScale:
-        """From released sums over the records, after the gains; whatever the noise gave, the scale is finite."""
+    def from_sums(
+        cls, means: Tensor, squares: Tensor, n_public: float, noise_multiplier: float
+    ) -> ChannelScale:
+        """From released sums over the records, after the gains; whatever the noise gave, the scale is finite.
+
+        A variance that is lost in the noise is taken to be as large as the noise: divided by less, its channel would
+        drown the others.
+        """
         gains = channel_gains(len(means))
         mean = torch.nan_to_num(means / n_public) / gains
         variance = torch.nan_to_num(squares / n_public) / gains**2 - mean**2
-        deviation = torch.nan_to_num(variance).clamp(min=LEAST_DEVIATION**2).sqrt()
+        noise = noise_multiplier * LONGEST_SQUARE / n_public / gains**2
+        least = noise.clamp(min=LEAST_DEVIATION**2)
+        deviation = torch.nan_to_num(variance).maximum(least).sqrt()
         return cls(tuple(mean.tolist()), tuple(deviation.tolist()))
 
 

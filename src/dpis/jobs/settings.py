@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from dpis.accounting import Accountant, AdaptivePlan, CountSource, Release
+from dpis.accounting import Accountant, AdaptivePlan, Budget, CountSource, Release
 from dpis.errors import InputError
 from dpis.features.channels import channel_releases
 from dpis.jobs.options import JobOptions
@@ -75,14 +75,15 @@ def _default_model(source: Source) -> str:
 def make_config(options: JobOptions, method: Method, kind: ModelKind, source: Source) -> Config:
     """The mechanism's config, with defaults where nothing was said."""
     n_public = source.population if options.n_public is None else options.n_public
+    budget = _budget(options)
     clip_norm, clipping = _clipping(options, kind)
     batch_size = options.batch_size
     if batch_size is None:
         batch_size = default_batch_size(n_public)
     return Config(
         method=method,
-        epsilon=_epsilon(options),
-        delta=said_or(options.delta, 1e-5),
+        epsilon=budget.epsilon,
+        delta=budget.delta,
         n_public=n_public,
         n_public_source=CountSource.DATASET_LENGTH
         if options.n_public is None
@@ -149,8 +150,8 @@ def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClip
 def releases(options: JobOptions, source: Source) -> tuple[Release, ...]:
     """What is released, and paid for, before training."""
     by_channel = options.normalise == "channel"
-    return (*source.releases, *(channel_releases(_epsilon(options)) if by_channel else ()))
+    return (*source.releases, *(channel_releases(_budget(options).epsilon) if by_channel else ()))
 
 
-def _epsilon(options: JobOptions) -> float:
-    return said_or(options.epsilon, 3.0)
+def _budget(options: JobOptions) -> Budget:
+    return Budget(said_or(options.epsilon, 3.0), said_or(options.delta, 1e-5))

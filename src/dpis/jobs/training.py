@@ -197,16 +197,14 @@ def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
     channels = features.shape[1]
     if mechanism is None:
         return ChannelScale((0.0,) * channels, (1.0,) * channels)
-    sums = channel_sums(features)
-    if mechanism.plan.accounting is not None:  # sgd promises nothing, so it needs no noise
-        means, squares = (
-            mechanism.release(label, value, longest)
-            for label, value, longest in zip(
-                (MEAN, SQUARE), sums, (LONGEST_MEAN, LONGEST_SQUARE), strict=True
-            )
-        )
-        sums = means, squares
-    return ChannelScale.from_sums(*sums, mechanism.plan.workload.n_public)
+    (means, squares), plan = channel_sums(features), mechanism.plan
+    noise_multiplier = 0.0
+    if plan.accounting is not None:  # sgd promises nothing, so it needs no noise
+        means = mechanism.release(MEAN, means, LONGEST_MEAN)
+        squares = mechanism.release(SQUARE, squares, LONGEST_SQUARE)
+        planned = {release.label: release for release in plan.accounting.releases}
+        noise_multiplier = planned[SQUARE].noise_multiplier
+    return ChannelScale.from_sums(means, squares, plan.workload.n_public, noise_multiplier)
 
 
 def _column_squared_error(output: Any, target: Any) -> Any:
