@@ -1,10 +1,12 @@
 """Cells become rows, once each, with a ledger that holds."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -223,11 +225,12 @@ def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path
         f"    runner.run_missing([{long!r}], Results(Path('results')), Path('runs'), processes=1,\n"
         "        budget_minutes=10.0, say=lambda line: None)\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
-    _until(lambda: any((tmp_path / "runs").glob("*/checkpoint.secret")))
-    (folder,) = (tmp_path / "runs").iterdir()
-    parent.kill()
-    parent.wait()
+    ignored = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    with subprocess.Popen([sys.executable, script], cwd=tmp_path, preexec_fn=ignored) as parent:
+        checkpoints = partial((tmp_path / "runs").glob, "*/checkpoint.secret")
+        _until(lambda: any(checkpoints()))
+        parent.kill()
+    (folder,) = (path.parent for path in checkpoints())
     _until(lambda: _is_free(folder))
     assert RunFolder(folder).checkpoint.exists()
     assert not load_rows(results.folder)

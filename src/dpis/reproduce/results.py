@@ -56,13 +56,10 @@ class Results:
     def add(self, row: Row, ledger: bytes | None = None) -> None:
         """Append a row, after its ledger is in place; not one that another runner has written meanwhile."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FolderLock(self.folder, wait=True)
-        try:
+        with FolderLock(self.folder, wait=True):
             self._rows = load_rows(self.folder, with_tuning=True)
             if not any(_identity(row) == _identity(other) for other in self._rows):
                 self._append(row, ledger)
-        finally:
-            lock.release()
 
     def _append(self, row: Row, ledger: bytes | None) -> None:
         if ledger is not None:

@@ -92,6 +92,8 @@ def run_missing(
 def _prepare_worker(processes: int) -> None:
     import torch
 
+    # A shell's background job comes with interrupts ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(max(1, (torch.get_num_threads() if processes == 1 else 1)))
 
@@ -118,20 +120,23 @@ def _work(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
 def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
     """Train it, verify its ledger, and make out its row."""
     from dpis.jobs import JobOptions, resume_job, start_job
-    from dpis.training.files import RunFolder
+    from dpis.training.files import FolderLock, RunFolder
     from dpis.training.progress import Silent
 
     commit = _commit()
     folder = runs / f"{cell.folder_name}-{hashlib.sha256(cell.key.encode()).hexdigest()[:8]}"
-    resumed = RunFolder(folder).checkpoint.exists()
-    if resumed:
-        job = resume_job(folder, Silent())
-    else:
-        if folder.exists():  # finished, and killed before its row was written
-            shutil.rmtree(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        job = start_job(JobOptions.from_json({**cell.options, "out": str(folder)}), Silent())
-    row, ledger = _row(cell, folder, job.result.summary.as_json(), commit)
+    runs.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f"{folder.name}.lock")
+    beside.touch()
+    with FolderLock(beside):  # until the row is made: longer than the run itself locks its folder
+        resumed = RunFolder(folder).checkpoint.exists()
+        if resumed:
+            job = resume_job(folder, Silent())
+        else:
+            if folder.exists():  # finished, and killed before its row was written
+                shutil.rmtree(folder)
+            job = start_job(JobOptions.from_json({**cell.options, "out": str(folder)}), Silent())
+        row, ledger = _row(cell, folder, job.result.summary.as_json(), commit)
     return {**row, "wall_seconds": round(job.wall_seconds, 1), "resumed": resumed}, ledger
 
 

@@ -56,10 +56,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 class FolderLock:
-    """One run at a time works in a folder, where the platform has advisory locks.
+    """One run at a time works in a folder, where the platform has advisory locks: until released, or the ``with`` ends.
 
     Args:
-        folder: which must exist.
+        folder: which must exist; a file serves too.
         wait: until it is free.
 
     Raises:
@@ -87,6 +87,12 @@ class FolderLock:
     def release(self) -> None:
         """Let others in; doing it twice changes nothing."""
         self._let_go()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @dataclass(frozen=True, slots=True)
