@@ -198,10 +198,13 @@ def _origin(rows: Sequence[Row]) -> Iterator[Markup]:
 def origin_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Commits, machines, number of rows, time: a sentence each."""
     runs = runs_of(rows)
-    seconds = sum(float(run.get("wall_seconds") or 0) for run in runs)
+    whole = [
+        run for run in runs if not run.get("resumed")
+    ]  # of others the last part alone is known
+    seconds = sum(float(run.get("wall_seconds") or 0) for run in whole)
     yield (
         f"{len(rows):,} rows, {sum(map(counted, rows)):,} of them counted, from {len(runs):,} runs; "
-        f"{duration(seconds)} of wall time in all."
+        f"{duration(seconds)} of wall time for the {len(whole):,} that ran without a break."
     )
     for name, what in (("commit", "Commits"), ("machine", "Machines")):
         found = Counter(str(row.get(name) or "not said") for row in rows)
@@ -238,7 +241,8 @@ def _every_row(rows: Sequence[Row]) -> Markup:
         accuracy, wall = row.get("test_accuracy"), row.get("wall_seconds")
         cells: list[Child] = [_plain(row.get(name)) for name in names]
         cells.append(f"{100 * accuracy:.2f}" if isinstance(accuracy, int | float) else "none")
-        cells.append(f"{wall:.0f}" if isinstance(wall, int | float) else "")
+        known = isinstance(wall, int | float) and not row.get("resumed")
+        cells.append(f"{wall:.0f}" if known else "")
         cells[-2] = cells[-2] if counted(row) else join([cells[-2], tag("small", "not counted")])
         cells.append(tag("code", row.get("command")))
         lines.append(tag("tr", *(tag("td", cell) for cell in cells)))

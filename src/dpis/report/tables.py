@@ -135,9 +135,11 @@ def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
             absent = "RDP only" if (method, account) == ("dpis-adaptive", "pld") else "not run"
             lines.append(_line(here, method, PAPER, epsilons, grids.get(method), absent))
     beyond = sorted(pair for pair in named if pair[1] != PAPER or pair[0] not in published.METHODS)
-    for method, recipe in beyond:
-        grid = grids.get("dpis-adaptive" if method == "dpis" else method)
-        lines.append(_line(here, method, recipe, epsilons, grid, "not run"))
+    for (
+        method,
+        recipe,
+    ) in beyond:  # another model or sampling: no difference to a figure that is not of it
+        lines.append(_line(here, method, recipe, epsilons, None, "not run"))
     if dataset in published.DPSUR:
         cells = tuple(Cell(None, published.DPSUR[dataset].at(e), "") for e in epsilons)
         lines.append(Line("DPSUR", published.DPSUR_REMARK, cells, reference=True))
