@@ -8,7 +8,7 @@ import pytest
 
 from dpis.report import render_text
 from dpis.reproduce.cells import Choice, cells_of, for_validation, key_of
-from dpis.reproduce.results import check_ledgers, load_rows
+from dpis.reproduce.results import check_ledgers, ledger_path, load_rows
 from dpis.reproduce.settings import RECORDS
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -43,6 +43,7 @@ def test_no_setting_tried_was_better_than_the_one_in_use_by_a_standard_error(whi
     (cell,) = cells_of("table3", choice)
     in_use = for_validation(cell, ()).key
     accuracy = {key_of(row["options"]): row["test_accuracy"] for row in searches()[which]}
+    assert in_use in accuracy, "others were tried, and the setting in use was not"
     best = max(accuracy.values())
     error = math.sqrt(best * (1 - best) / (VALIDATED * RECORDS[dataset]))
     assert accuracy[in_use] >= best - error
@@ -56,6 +57,11 @@ def test_rows_are_unique():
 def test_the_tables_beside_the_rows_are_rendered_from_them():
     rows = load_rows(RESULTS)
     assert (RESULTS / "README.md").read_text(encoding="utf-8") == render_text(rows) + "\n"
+
+
+def test_every_private_row_comes_with_its_ledger():
+    for row in ROWS:
+        assert row["epsilon"] is None or ledger_path(RESULTS, row).exists()
 
 
 @pytest.mark.slow
