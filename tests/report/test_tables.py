@@ -1,7 +1,7 @@
 import pytest
 
 from dpis.report.rows import Measured, measured, mixed, runs_of
-from dpis.report.tables import Cell, sections, signed
+from dpis.report.tables import Cell, sections, signed, verdict
 
 from .made_up import row
 
@@ -158,3 +158,16 @@ def test_a_run_in_two_tables_was_run_once():
         row(options={**options, "seed": 2}),
     ]
     assert len(runs_of(rows)) == 2
+
+
+def test_a_verdict_counts_cells_and_names_those_below():
+    rows = [
+        row(method="dp-sgd", accountant="rdp", test_accuracy=0.99),
+        row(method="dp-sgd-hf", accountant="rdp", test_accuracy=0.80),
+        row(method="dpis", recipe="linear", accountant="rdp", test_accuracy=0.10),
+    ]
+    assert verdict(sections(rows)[0]) == (
+        "1 of 2 cells that were run are at or above the paper's. Below: Fashion-MNIST, DP-SGD-HF, "
+        "ε\u00a0=\u00a01, RDP (−6.00)."
+    )
+    assert verdict(sections([])[0]) == ""

@@ -15,7 +15,7 @@ from dpis.report.reproduction_figures import (
     work_charts,
 )
 from dpis.report.rows import Row, counted, mixed, runs_of
-from dpis.report.tables import ACCOUNTS, Cell, Line, Section, Table, sections, signed
+from dpis.report.tables import ACCOUNTS, Cell, Line, Section, Table, sections, signed, verdict
 from dpis.reproduce import published
 
 TITLE = "The paper's evaluation, run again"
@@ -76,6 +76,8 @@ def _warnings(rows: Sequence[Row]) -> Iterator[Markup]:
 
 def _section(one: Section) -> Markup:
     body: list[Child] = [tag("p", one.intro)]
+    if said := verdict(one):
+        body.append(tag("p", said))
     if one.key == "table3":
         body += [tag("p", *_how_to_read(), class_="soft")]
     for block in one.blocks:

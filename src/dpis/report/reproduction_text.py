@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from dpis.report.reproduction_page import HOW_TO_RUN, TITLE, lead, origin_lines
 from dpis.report.rows import Row, counted, mixed
-from dpis.report.tables import ACCOUNTS, Cell, Line, Table, sections, signed
+from dpis.report.tables import ACCOUNTS, Cell, Line, Table, sections, signed, verdict
 
 
 def render_text(rows: Sequence[Row]) -> str:
@@ -23,7 +23,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
         yield ""
         yield f"Nothing has been run yet: run `{HOW_TO_RUN}`."
     for one in sections(rows):
-        yield from ("", f"## {one.title}", "", one.intro)
+        yield from ("", f"## {one.title}", "", " ".join(filter(None, (one.intro, verdict(one)))))
         for block in one.blocks:
             yield from ("", f"**{ACCOUNTS[block.account]}.**" if len(one.blocks) > 1 else "")
             for table in block.tables:

@@ -82,6 +82,23 @@ class Section:
     blocks: tuple[Block, ...]
 
 
+def verdict(section: Section) -> str:
+    """How many cells reach the paper's figure, and which do not: a sentence or two; nothing if none was run."""
+    compared = [
+        (", ".join(filter(None, (table.title, line.name, head, block.account.upper()))), difference)
+        for block in section.blocks
+        for table in block.tables
+        for line in table.lines
+        for head, cell in zip(table.heads, line.cells, strict=True)
+        if (difference := cell.difference) is not None
+    ]
+    below = [f"{where} ({signed(difference)})" for where, difference in compared if difference < 0]
+    if not compared:
+        return ""
+    reached = f"{len(compared) - len(below)} of {len(compared)} cells that were run are at or above the paper's."
+    return reached + (f" Below: {'; '.join(below)}." if below else "")
+
+
 # ── the paper's tables ───────────────────────────────────────────────────────────────────────────────
 
 
