@@ -180,7 +180,7 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
         pixels={"batch_size": 1024, "lr": 1.0},
         scattered={"batch_size": 1024, "lr": 2.0},
         linear={"batch_size": 8192, "epochs": 40},
-        importance={"equivalent_batch": 4096.0, "lr": 4.0},
+        importance={"equivalent_batch": 4096.0},
         a_e=0.8,
     ),
     "cifar10": _images(
