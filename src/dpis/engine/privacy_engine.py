@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -12,23 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpis.accounting import CountSource
 from dpis.engine.accountant import Accountant
 from dpis.engine.loader import PrivateLoader, checked_loader
 from dpis.engine.module import PrivateModule
 from dpis.engine.optimizer import PrivateOptimizer, checked_optimizer
+from dpis.engine.request import Request
 from dpis.engine.session import Session
 from dpis.errors import InputError
 from dpis.gradients import guards
 from dpis.gradients.deferred import DeferredGradients
-from dpis.mechanism import Config, Mechanism, Method, NormSum, Plan, make_plan
+from dpis.mechanism import Mechanism, Plan, make_plan
 from dpis.mechanism.plan import open_ended_plan
 from dpis.randomness import Key
-from dpis.training.api import PublicCountWarning
 from dpis.training.checkpoint import load_checkpoint, save_checkpoint
-
-GRAD_SAMPLE_MODES = ("hooks", "ghost", "functorch", "ew")
-"""Opacus's names. Here there is one engine, at the price of the fastest of them; all names are taken."""
 
 
 class PrivacyEngine:
@@ -123,16 +118,27 @@ class PrivacyEngine:
             ``(module, optimizer, data_loader)``; with ``grad_sample_mode="ghost"``
             ``(module, optimizer, criterion, data_loader)``.
         """
-        _refuse_unsupported(
+        request = Request(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
             clipping=clipping,
             noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             rand_on_empty=rand_on_empty,
-            max_grad_norm=max_grad_norm,
-            grad_sample_mode=grad_sample_mode,
-            loss_reduction=loss_reduction,
-            criterion=criterion,
+            sampling=sampling,
+            mode="predeclared",
+            k=k,
+            kappa=kappa,
+            n_public=n_public,
+            seed=seed,
+            inputs_as_delivered=inputs_as_delivered,
             unknown=unknown,
         )
         if not isinstance(kappa, int | float):
@@ -140,21 +146,7 @@ class PrivacyEngine:
                 f"kappa must be a number here, found {kappa!r}: without a horizon there are no epochs for a schedule. "
                 "Use make_private_with_epsilon"
             )
-        config = self._config(
-            data_loader, max_grad_norm, sampling, "predeclared", k, kappa, n_public, epochs=1
-        )
-        plan = open_ended_plan(config, noise_multiplier)
-        made = self._wrap(
-            plan,
-            module,
-            optimizer,
-            data_loader,
-            seed,
-            batch_first=batch_first,
-            mean=loss_reduction == "mean",
-            as_delivered=inputs_as_delivered,
-        )
-        return _returned(made, criterion, grad_sample_mode)
+        return self._make(open_ended_plan(request.config(epochs=1), noise_multiplier), request)
 
     def make_private_with_epsilon(
         self,
@@ -216,122 +208,57 @@ class PrivacyEngine:
         Returns:
             As `make_private`.
         """
-        _refuse_unsupported(
+        request = Request(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
             poisson_sampling=poisson_sampling,
             clipping=clipping,
             noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             rand_on_empty=rand_on_empty,
-            max_grad_norm=max_grad_norm,
-            grad_sample_mode=grad_sample_mode,
-            loss_reduction=loss_reduction,
-            criterion=criterion,
+            sampling=sampling,
+            mode=mode,
+            k=k,
+            kappa=kappa,
+            n_public=n_public,
+            seed=seed,
+            inputs_as_delivered=inputs_as_delivered,
             unknown=unknown,
         )
-        config = self._config(
-            data_loader,
-            max_grad_norm,
-            sampling,
-            mode,
-            k,
-            kappa,
-            n_public,
-            epochs=epochs,
-            epsilon=target_epsilon,
-            delta=target_delta,
-        )
-        plan = make_plan(config)
-        made = self._wrap(
-            plan,
-            module,
-            optimizer,
-            data_loader,
-            seed,
-            batch_first=batch_first,
-            mean=loss_reduction == "mean",
-            as_delivered=inputs_as_delivered,
-        )
-        return _returned(made, criterion, grad_sample_mode)
+        config = request.config(epochs=epochs, epsilon=target_epsilon, delta=target_delta)
+        return self._make(make_plan(config), request)
 
-    def _config(
-        self,
-        data_loader: DataLoader[Any],
-        max_grad_norm: float | list[float],
-        sampling: str,
-        mode: str,
-        k: float,
-        kappa: float | str,
-        n_public: int | None,
-        *,
-        epochs: int,
-        epsilon: float = 1.0,
-        delta: float = 1e-5,
-    ) -> Config:
-        loader = checked_loader(data_loader)
-        if sampling not in ("importance", "uniform"):
-            raise InputError(f"sampling must be importance or uniform, found {sampling!r}")
-        if mode not in ("predeclared", "adaptive") or (
-            mode == "adaptive" and sampling == "uniform"
-        ):
-            raise InputError(
-                f"mode must be predeclared, or with importance sampling adaptive, found {mode!r}"
-            )
-        records = len(cast(Any, loader.dataset))
-        if n_public is None:
-            warnings.warn(
-                "the number of records is treated as public, since n_public was not given: records are protected, how "
-                "many there are is not",
-                PublicCountWarning,
-                stacklevel=3,
-            )
-        assert loader.batch_size is not None
-        by_importance = Method.DPIS if mode == "predeclared" else Method.DPIS_ADAPTIVE
-        return Config(
-            method=by_importance if sampling == "importance" else Method.DP_SGD,
-            epsilon=epsilon,
-            delta=delta,
-            n_public=records if n_public is None else n_public,
-            n_public_source=CountSource.DATASET_LENGTH if n_public is None else CountSource.GIVEN,
-            batch_size=loader.batch_size,
-            epochs=epochs,
-            kappa=None if mode == "adaptive" and kappa == 1 else kappa,
-            headroom=k,
-            clip_norm=float(cast(float, max_grad_norm)),
-            norm_sum=NormSum.STALE,
-        )
-
-    def _wrap(
-        self,
-        plan: Plan,
-        module: nn.Module,
-        optimizer: Optimizer,
-        data_loader: DataLoader[Any],
-        seed: int | None,
-        *,
-        batch_first: bool,
-        mean: bool,
-        as_delivered: bool,
-    ) -> tuple[PrivateModule, PrivateOptimizer, PrivateLoader]:
+    def _make(self, plan: Plan, request: Request) -> tuple[Any, ...]:
         """Everything is checked first: after an error nothing is changed."""
         if self._session is not None:
             raise InputError(
                 "this engine has made a model private already, and its epsilon is that model's: take a new "
                 "PrivacyEngine for another"
             )
+        module, optimizer, loader = request.module, request.optimizer, request.data_loader
         _checked_module(module)
         checked_optimizer(optimizer, module)
-        gradients = DeferredGradients(module, batch_first=batch_first)
-        self._key = Key.fresh() if seed is None else Key.from_seed(seed)
-        self._population = len(cast(Any, data_loader.dataset))
+        gradients = DeferredGradients(module, batch_first=request.batch_first)
+        self._key = Key.fresh() if request.seed is None else Key.from_seed(request.seed)
+        self._population = len(cast(Any, loader.dataset))
         journal = self.accountant.start(plan)
         mechanism = Mechanism(plan, self._population, self._key, journal, ahead=False)
-        session = Session(mechanism, gradients, mean=mean, as_delivered=as_delivered)
-        self._session = session
-        return (
-            PrivateModule(module, session),
-            PrivateOptimizer(optimizer, module, session),
-            PrivateLoader(data_loader, session, plan.workload.steps_per_epoch),
+        mean, as_delivered = request.loss_reduction == "mean", request.inputs_as_delivered
+        self._session = session = Session(
+            mechanism, gradients, mean=mean, as_delivered=as_delivered
         )
+        private = PrivateModule(module, session), PrivateOptimizer(optimizer, module, session)
+        private_loader = PrivateLoader(loader, session, plan.workload.steps_per_epoch)
+        if request.grad_sample_mode != "ghost":
+            return *private, private_loader
+        given = request.criterion
+        return *private, nn.CrossEntropyLoss() if given is None else given, private_loader
 
     # ── what was spent ───────────────────────────────────────────────────────────────────────────────
 
@@ -469,15 +396,6 @@ class PrivacyEngine:
         return ModuleValidator.fix(module)
 
 
-def _returned(
-    made: tuple[PrivateModule, PrivateOptimizer, PrivateLoader], criterion: Any, mode: str
-) -> tuple[Any, ...]:
-    module, optimizer, loader = made
-    if mode == "ghost":
-        return module, optimizer, nn.CrossEntropyLoss() if criterion is None else criterion, loader
-    return module, optimizer, loader
-
-
 def _checked_module(module: nn.Module) -> nn.Module:
     if isinstance(module, PrivateModule):
         raise InputError("the module is private already: give the one it was made from")
@@ -489,60 +407,3 @@ def _checked_module(module: nn.Module) -> nn.Module:
     if not module.training:
         raise InputError("the module is in evaluation mode: call module.train() first")
     return guards.checked(module)
-
-
-def _refuse_unsupported(
-    *,
-    poisson_sampling: bool,
-    clipping: str,
-    noise_generator: Any,
-    wrap_model: bool,
-    rand_on_empty: bool,
-    max_grad_norm: float | list[float],
-    grad_sample_mode: str,
-    loss_reduction: str,
-    criterion: Any,
-    unknown: dict[str, Any],
-) -> None:
-    if not poisson_sampling:
-        raise InputError(
-            "poisson_sampling=False is not supported: shuffled batches have no amplification that this engine could "
-            "account for, and epsilon would be wrong. Leave it out"
-        )
-    if clipping != "flat" or isinstance(max_grad_norm, list | tuple):
-        raise InputError(
-            f"clipping={clipping!r} with max_grad_norm={max_grad_norm!r} is not supported: gradients are clipped over "
-            "all parameters together. Use clipping='flat' with one max_grad_norm; for a clip norm that adapts see "
-            "dpis.train(clipping=...)"
-        )
-    if noise_generator is not None:
-        raise InputError(
-            "noise_generator is not supported: noise from a torch generator can be predicted from its state. Leave it "
-            "out; seed= makes a run repeatable, for research"
-        )
-    if not wrap_model:
-        raise InputError(
-            "wrap_model=False is not supported: gradients of single records are only known of the wrapped model. Use "
-            "the module that make_private returns"
-        )
-    if rand_on_empty:
-        raise InputError(
-            "rand_on_empty=True is not supported: an empty batch is a step of noise alone, and comes as tensors of "
-            "length zero. Leave it out"
-        )
-    if grad_sample_mode not in GRAD_SAMPLE_MODES:
-        raise InputError(
-            f"grad_sample_mode must be one of {', '.join(GRAD_SAMPLE_MODES)}, found {grad_sample_mode!r}: training in "
-            "several processes is not supported"
-        )
-    if loss_reduction not in ("mean", "sum"):
-        raise InputError(f"loss_reduction must be mean or sum, found {loss_reduction!r}")
-    if getattr(criterion, "reduction", loss_reduction) != loss_reduction:
-        raise InputError(
-            f"the criterion has reduction={criterion.reduction!r}, loss_reduction is {loss_reduction!r}: gradients "
-            "would be scaled by the size of the batch, which is private. Give both the same"
-        )
-    if unknown:
-        raise InputError(
-            f"unknown arguments {', '.join(sorted(unknown))}: what is not honoured is refused. Leave them out"
-        )
