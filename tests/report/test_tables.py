@@ -165,9 +165,10 @@ def test_a_verdict_counts_cells_and_names_those_below():
         row(method="dp-sgd", accountant="rdp", test_accuracy=0.99),
         row(method="dp-sgd-hf", accountant="rdp", test_accuracy=0.80),
         row(method="dpis", recipe="linear", accountant="rdp", test_accuracy=0.10),
+        row(method="sgd", epsilon=None, test_accuracy=0.90),
     ]
     assert verdict(sections(rows)[0]) == (
-        "1 of 2 cells that were run are at or above the paper's. Below: Fashion-MNIST, DP-SGD-HF, "
-        "ε\u00a0=\u00a01, RDP (−6.00)."
+        "1 of 3 cells that were run are at or above the paper's. Below: Fashion-MNIST, DP-SGD-HF, "
+        "ε\u00a0=\u00a01, RDP (−6.00); Fashion-MNIST, non-private (−0.90)."
     )
     assert verdict(sections([])[0]) == ""
