@@ -172,6 +172,7 @@ def test_help_and_version(capsys):
         assert "Usage" in out
 
 
+@pytest.mark.slow
 def test_planning_does_not_load_torch():
     code = "import sys, dpis.accounting, dpis.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -183,7 +183,13 @@ def _keyerror_is_a_failure(law):
         raise AssertionError from error
 
 
-@pytest.mark.parametrize("plant", PLANTS, ids=str)
+SLOW = ("verify: does not compare with the plan", "21 a torn event is forgotten")
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(p, marks=pytest.mark.slow if p.rule in SLOW else (), id=p.rule) for p in PLANTS],
+)
 def test_a_planted_bug_is_noticed(plant, monkeypatch, tmp_path):
     resources = {
         "file": lambda: tmp_path / "l.jsonl",

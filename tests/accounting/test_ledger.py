@@ -330,6 +330,7 @@ def test_an_event_is_on_disk_before_record_returns(tmp_path):
     law_an_event_is_on_disk_before_record_returns(tmp_path / "l.jsonl")
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_every_event_behind(tmp_path):
     path = tmp_path / "l.jsonl"
     code = (

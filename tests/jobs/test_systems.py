@@ -41,6 +41,7 @@ def summary():
         return json.load(file)
 
 
+@pytest.mark.slow
 def test_hand_made_features_are_dp_sgd_on_the_scatter_cnn(pictures, capsys):
     assert train(pictures, "--method", "dp-sgd-hf", "--json") == 0
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
