@@ -20,6 +20,7 @@ from torch.utils.data import (
 from dpis.engine.blank import CollateEmpty
 from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
+from dpis.training.records import tensors_of
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -51,7 +52,7 @@ class PrivateLoader(DataLoader[Any]):
             }
         dataset: Any = original.dataset
         collate: Any = CollateEmpty(original.collate_fn, dataset)
-        if original.collate_fn is default_collate and _is_plain(dataset):
+        if original.collate_fn is default_collate and tensors_of(dataset):
             dataset, collate = _BatchesOfTensors(dataset), list
         super().__init__(
             dataset,
@@ -102,10 +103,6 @@ class _BatchesOfTensors(TensorDataset):
     def __getitems__(self, places: list[int]) -> tuple[Tensor, ...]:
         chosen = torch.tensor(places, dtype=torch.long)
         return tuple(tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors)
-
-
-def _is_plain(dataset: Any) -> bool:
-    return type(dataset) is TensorDataset and all(isinstance(t, Tensor) for t in dataset.tensors)
 
 
 class _Draws(Sampler[list[int]]):

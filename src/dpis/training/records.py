@@ -264,10 +264,11 @@ def _equal(a: Batch, b: Batch) -> bool:
 def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, ...]:
     """The tensors of a plain `TensorDataset`, to be indexed at once; of a class of its own none.
 
-    What such a class does to its items would be left out.
+    What such a class does to its items would be left out; so would what is not quite a tensor.
     """
-    plain = type(dataset) is TensorDataset
-    return dataset.tensors if plain else ()  # type: ignore[attr-defined]
+    if type(dataset) is not TensorDataset:
+        return ()
+    return dataset.tensors if all(isinstance(t, Tensor) for t in dataset.tensors) else ()
 
 
 def _readable(shapes: list[torch.Size]) -> str:
