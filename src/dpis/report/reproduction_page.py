@@ -200,9 +200,8 @@ def _origin(rows: Sequence[Row]) -> Iterator[Markup]:
 def origin_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Commits, machines, number of rows, time: a sentence each."""
     runs = runs_of(rows)
-    whole = [
-        run for run in runs if not run.get("resumed")
-    ]  # of others the last part alone is known
+    # Of a run that was taken up, the time of its last part alone is known.
+    whole = [run for run in runs if not run.get("resumed")]
     seconds = sum(float(run.get("wall_seconds") or 0) for run in whole)
     yield (
         f"{len(rows):,} rows, {sum(map(counted, rows)):,} of them counted, from {len(runs):,} runs; "

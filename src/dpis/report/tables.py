@@ -159,10 +159,8 @@ def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
             absent = "RDP only" if (method, account) == ("dpis-adaptive", "pld") else "not run"
             lines.append(_line(here, method, PAPER, epsilons, grids.get(method), absent))
     beyond = sorted(pair for pair in named if pair[1] != PAPER or pair[0] not in published.METHODS)
-    for (
-        method,
-        recipe,
-    ) in beyond:  # another model or sampling: no difference to a figure that is not of it
+    # Another model or other sampling: there is no published figure to compare with.
+    for method, recipe in beyond:
         lines.append(_line(here, method, recipe, epsilons, None, "not run"))
     if dataset in published.DPSUR:
         cells = tuple(Cell(None, published.DPSUR[dataset].at(e), "") for e in epsilons)

@@ -53,12 +53,10 @@ class Recipe:
         return {**self.options, **(self.by_epsilon[max(below)] if below else {})}
 
 
-def _by_epsilon(**options: tuple[float, ...]) -> dict[float, Options]:
-    """Options that follow the budget: a value for each of the paper's epsilons."""
-    by_epsilon = zip(*options.values(), strict=True)
+def _epochs(*by_epsilon: int) -> dict[float, Options]:
+    """More budget, more epochs: one number for each of the paper's epsilons."""
     return {
-        epsilon: dict(zip(options, values, strict=True))
-        for epsilon, values in zip(EPSILONS, by_epsilon, strict=True)
+        epsilon: {"epochs": epochs} for epsilon, epochs in zip(EPSILONS, by_epsilon, strict=True)
     }
 
 
@@ -88,7 +86,7 @@ def _images(
 
 def _paper_rows(pixels: Options, scattered: Options, a_e: float) -> tuple[Recipe, ...]:
     """The paper's systems, and uniform sampling under the schedule of DPIS."""
-    epochs = _by_epsilon(epochs=(8, 12, 16, 20, 24))
+    epochs = _epochs(8, 12, 16, 20, 24)
     adaptive = {**scattered, "a_e": a_e}
     rejecting = {"k": 5.0, "contribution": "reject"}
     ceiling = {"model": "scatter-cnn", "batch_size": 256, "lr": 0.05, "epochs": 20, "ema": 0.0}
@@ -106,7 +104,7 @@ def _paper_rows(pixels: Options, scattered: Options, a_e: float) -> tuple[Recipe
 
 def _rows_at_a_large_batch(options: Options) -> tuple[Recipe, ...]:
     """DPIS and the DP-SGD that has its noise, on the scatter network."""
-    epochs = _by_epsilon(epochs=(8, 12, 14, 16, 18))
+    epochs = _epochs(8, 12, 14, 16, 18)
     ours = {**options, "k": 2.0}
     return (
         Recipe("large-batch", "dpis", ours, epochs),
@@ -117,7 +115,7 @@ def _rows_at_a_large_batch(options: Options) -> tuple[Recipe, ...]:
 
 def _rows_of_other_models(pixels: Options, linear: Options, a_e: float) -> tuple[Recipe, ...]:
     """Linear models on scatter features, networks on pixels."""
-    epochs = _by_epsilon(epochs=(8, 12, 16, 20, 24))
+    epochs = _epochs(8, 12, 16, 20, 24)
     network = {**pixels, "model": "cnn"}
     adaptive = {**network, "a_e": a_e, "k": 5.0}
     views = {**network, **AVERAGED, "k": 2.0, "augment": "shift", "augmentations": 4}
@@ -134,7 +132,7 @@ def _without(options: Options, name: str) -> dict[str, Any]:
 
 
 def _imdb() -> tuple[Recipe, ...]:
-    epochs = _by_epsilon(epochs=(6, 8, 10, 12, 14))
+    epochs = _epochs(6, 8, 10, 12, 14)
     rnn = {"batch_size": 1024, "optimizer": "adam", "lr": 0.02, "clip_norm": "1", "ema": 0.0}
     adaptive = {**rnn, "model": "rnn", "a_e": 0.8}
     clipping = {"clip_norm": "1", "c_star": 4.0, "lambda_": 1.0}
