@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from dpis.engine import PrivacyEngine, PrivateModule, PrivateOptimizer
 from dpis.errors import InputError
 from dpis.gradients import batches
+from dpis.integrations.row_losses import RowLosses, classification_losses
 from dpis.integrations.settings import Privacy, refuse
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ else:
         from transformers import Trainer
     except ImportError:  # the module can still be read about
         Trainer = object
-
-RowLosses = Callable[[Any, Tensor], Tensor]
-"""From the model's outputs and the labels to one loss for every row."""
 
 PRIVATE_VALUES = ("loss", "grad_norm", "train_loss", "total_flos", "num_input_tokens_seen")
 """What a Trainer logs and writes into its checkpoints that was computed from the training data without noise."""
@@ -183,29 +179,6 @@ class PrivateTrainer(Trainer):
         if self._private is not None:
             public["epsilon"] = self.privacy_engine.get_epsilon(self.privacy.target_delta)
         super().log(public, *args, **kwargs)  # type: ignore[misc]
-
-
-def classification_losses(outputs: Any, labels: Tensor) -> Tensor:
-    """One loss a row for classifiers of sequences and of tokens.
-
-    - labels ``[rows]`` of integers: cross-entropy; of floats: squared error of one output.
-    - labels ``[rows, classes]`` of floats: binary cross-entropy, the mean over classes.
-    - labels ``[rows, tokens]`` of integers (-100: ignored): cross-entropy, the mean over a row's own tokens.
-
-    >>> logits = torch.zeros(2, 3, 4)
-    >>> classification_losses({"logits": logits}, torch.tensor([[0, 1, -100], [-100, -100, -100]]))
-    tensor([1.3863, 0.0000])
-    """
-    logits = outputs["logits"]
-    if labels.is_floating_point():
-        if labels.ndim == 1:
-            return functional.mse_loss(logits.reshape(labels.shape), labels, reduction="none")
-        each = functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        return each.flatten(1).mean(1)
-    if labels.ndim == 1:
-        return functional.cross_entropy(logits, labels, reduction="none")
-    by_token = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return by_token.sum(1) / (labels != -100).sum(1).clamp(min=1)
 
 
 def _refuse_settings(args: Any, kwargs: dict[str, Any]) -> None:

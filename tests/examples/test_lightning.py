@@ -1,0 +1,144 @@
+"""Lightning with private steps: it learns nothing that was not accounted, and refuses what breaks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpis.errors import InputError
+from dpis.integrations import Privacy
+from tests.examples.loops import PRIVACY, example, quiet
+
+pytestmark = pytest.mark.slow  # for the time that importing Lightning takes
+
+
+def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: Any) -> Any:
+    import lightning
+
+    from dpis.integrations.lightning import PrivacyCallback
+
+    callback = PrivacyCallback(privacy, model=model)
+    trainer = lightning.Trainer(
+        **{
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "callbacks": [callback],
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_model_summary": False,
+            "enable_progress_bar": False,
+            **settings,
+        }
+    )
+    data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    trainer.fit(module, DataLoader(data, batch_size=16))
+    return trainer, callback
+
+
+def small_module(called: str = "self") -> Any:
+    import lightning
+
+    class Small(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.net(inputs)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            model = self if called == "self" else self.net
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    return Small()
+
+
+@quiet
+@pytest.mark.parametrize(("called", "model"), [("self", ""), ("net", "net")])
+def test_lightning_steps_are_accounted(called: str, model: str) -> None:
+    pytest.importorskip("lightning")
+    module = small_module(called)
+    before = module.net.weight.detach().clone()
+    trainer, callback = fit(module, model=model)
+    assert len(callback.engine.accountant) == trainer.global_step == 8
+    assert not torch.equal(module.net.weight, before)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125)
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(
+        callback.engine.get_epsilon(1e-5), rel=1e-5
+    )
+    assert not {"forward", "training_step"} & {*vars(module), *vars(module.net)}
+
+
+@quiet
+def test_lightning_keeps_the_noise_of_a_hand_written_loop() -> None:
+    """The same key, records and initial weights: the same weights after two epochs."""
+    pytest.importorskip("lightning")
+    from dpis import PrivacyEngine
+
+    torch.manual_seed(0)
+    module = small_module()
+    net = nn.Linear(4, 2)
+    net.load_state_dict(module.net.state_dict())
+    data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.5)
+    private, optimizer, loader = PRIVACY.make_private(
+        PrivacyEngine(), net, optimizer, DataLoader(data, batch_size=16), 2
+    )
+    for epoch in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * 0.5**epoch
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(private(inputs), targets).backward()
+            optimizer.step()
+
+    import lightning
+
+    from dpis.integrations.lightning import PrivacyCallback
+
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[PrivacyCallback(PRIVACY)], logger=False,
+        enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, batch_size=16))
+    torch.testing.assert_close(module.net.state_dict(), net.state_dict())
+
+
+@quiet
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 1.0},
+        {"precision": "bf16-mixed"},
+        {"overfit_batches": 2},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_lightning_settings_that_break_the_guarantee_are_refused(settings: dict[str, Any]) -> None:
+    pytest.importorskip("lightning")
+    with pytest.raises(InputError, match="not supported in a private run"):
+        fit(small_module(), **settings)
+
+
+@quiet
+def test_lightning_training_past_the_model_is_refused() -> None:
+    """``training_step`` calls ``self.net`` and nobody said so: nothing would be clipped."""
+    pytest.importorskip("lightning")
+    with pytest.raises(RuntimeError, match="past the private model"):
+        fit(small_module("net"))
+
+
+@quiet
+def test_the_lightning_example_runs() -> None:
+    pytest.importorskip("lightning")
+    trainer = example("lightning_loop").main(epochs=1, records=2000)
+    assert 0 < trainer.callback_metrics["epsilon"] <= 3
