@@ -70,7 +70,8 @@ def load_card_of_run():
         (["--model", "cnn", "--normalise", "channel"], "has no effect on cnn"),
         (["--normalise", "batch"], "must be group or channel"),
         (["--normalise", "channel", "--epsilon", "0"], "epsilon must be a finite number above 0"),
-        (["--augment", "shift"], "use it with a model of pixels"),
+        (["--augment", "shift"], "--augmentations must be from 2 to 9 for scatter features"),
+        (["--augment", "flip", "--augmentations", "3"], "must be from 2 to 2"),
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),
     ],
@@ -110,6 +111,15 @@ def test_planted_channel_statistics_without_noise_show(pictures, monkeypatch):
     assert 0.7 < spread < 1.4  # 81 draws: six standard deviations either way
 
 
+@pytest.mark.parametrize("normalise", ["group", "channel"])
+def test_scattered_views_train_and_predict(pictures, normalise):
+    options = ["--augment", "shift,flip", "--augmentations", "3", "--normalise", normalise]
+    assert train(pictures, "--model", "scatter-linear", *options) == 0
+    assert verify_ledger(Path("run/ledger.jsonl")).holds
+    assert summary()["claim"]["protects"] == "one record"
+    assert main(["predict", "run", pictures]) == 0
+
+
 def test_images_with_their_channels_last_are_refused(tmp_path, capsys):
     images = np.zeros((60, 12, 12, 3), dtype=np.uint8)
     np.savez(tmp_path / "last.npz", x=images, y=np.arange(60) % 2)
@@ -136,9 +146,10 @@ def test_the_summary_says_which_learning_rate_and_average_were_used(pictures):
     [
         ["--model", "scatter-linear", "--normalise", "channel", "--release-n", "--n-public", "270"],
         ["--model", "cnn", "--augment", "shift,flip", "--augmentations", "2"],
+        ["--model", "scatter-cnn", "--augment", "shift,flip", "--augmentations", "3"],
         ["--model", "mlp", "--method", "dpis-adaptive", "--k", "inf", "--n-public", "270"],
     ],
-    ids=["channel-statistics", "augmentation", "uniform-under-the-schedule"],
+    ids=["channel-statistics", "augmentation", "views", "uniform-under-the-schedule"],
 )
 def test_a_resumed_job_repeats_its_releases_and_views_bit_for_bit(pictures, monkeypatch, options):
     """Rule 21: statistics released before training, and random views, come out of the key again and are paid once."""

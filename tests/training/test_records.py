@@ -20,6 +20,7 @@ from dpis.gradients import CouplingError
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
 from dpis.training.chance import torch_generator
+from dpis.training.records import Records
 from tests.training.toys import (
     Crash,
     crash_at,
@@ -135,6 +136,51 @@ def test_augmentations_are_averaged_within_a_record(
     real = [K * len(set(own)) for own in places]  # what only fills up does not count
     own_rows = [list(range(i * rows * K, i * rows * K + n)) for i, n in enumerate(real)]
     torch.testing.assert_close(change, _expected([_some(changed, own) for own in own_rows], z))
+
+
+def test_views_are_averaged_within_a_record(tmp_path: Path) -> None:
+    data, K = points(48), 3
+    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=K)
+    records = [_some(data, list(range(K * i, K * i + K))) for i in range(16)]
+    torch.testing.assert_close(change, _expected(records, z))
+
+
+def test_views_of_others_show(tmp_path: Path, monkeypatch: Any) -> None:
+    """Rule 1, broken on purpose: a record that brought another's view would not be all that changes without it."""
+    data, K = points(48), 3
+
+    def a_row_off(self: Records, records: Any, *args: Any) -> Any:
+        return (records[:, None] * K + np.arange(1, K + 1)).reshape(-1) % 48, None
+
+    monkeypatch.setattr(Records, "_rows_of", a_row_off)
+    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=K)
+    records = [_some(data, list(range(K * i, K * i + K))) for i in range(16)]
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(change, _expected(records, z))
+
+
+def test_records_are_counted_not_their_views(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="treated as public"):
+        result = fit(tmp_path / "run", dataset=points(64), views=2, n_public=None)
+    assert ledger(result.folder).header.n_public == 32
+    assert result.summary.claim["protects"] == "one record"
+
+
+def test_views_resume_bit_for_bit(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", views=2, n_public=32)
+    with pytest.raises(Crash):
+        fit(tmp_path / "run", views=2, n_public=32, progress=crash_at(3))
+    with pytest.raises(InputError, match="the rows of a record"):
+        fit(
+            tmp_path / "run",
+            views=2,
+            augment=_global_noise,
+            augmentations=2,
+            n_public=32,
+            resume=True,
+        )
+    again = fit(tmp_path / "run", views=2, n_public=32, resume=True)
+    assert released(again.folder) == released(whole.folder)
 
 
 def _mixup(batch: Any, generator: torch.Generator) -> Any:
@@ -377,6 +423,9 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
         ({"max_rows_per_user": 2}, "needs user_ids"),
         ({"augmentations": 2}, "without augment"),
         ({"augmentations": 0}, "at least 1"),
+        ({"views": 0}, "at least 1"),
+        ({"views": 3}, "must be a multiple"),
+        ({"views": 2, "user_ids": list(range(64))}, "views are of records, not of users"),
     ],
 )
 def test_what_makes_no_records_is_refused(

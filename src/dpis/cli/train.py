@@ -120,10 +120,14 @@ def train(
         ),
     ] = None,
     augment: Annotated[
-        Text, typer.Option(metavar="shift,flip", help="Models of pixels: change images at random.")
+        Text,
+        typer.Option(
+            metavar="shift,flip",
+            help="Change images: pixels at random, scattered ones in fixed ways.",
+        ),
     ] = None,
     augmentations: Annotated[
-        Count, typer.Option(help="Changed copies of a record in a step, averaged. [default: 1]")
+        Count, typer.Option(help="Views of a record in a step, averaged. [default: 1]")
     ] = None,
     ema: Annotated[
         Number,

@@ -59,10 +59,10 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         raise InputError(
             f"images must be [channels, height, width], found {list(shape)}: move the last axis to the front"
         )
-    if options.augment is not None and (scattered or source.image_shape is None):
-        raise InputError(
-            f"--augment changes pixels: use it with a model of pixels, not {kind.name}"
-        )
+    if options.augment is not None and source.image_shape is None:
+        raise InputError("--augment changes pixels: it has no effect on records without them")
+    if options.augment is not None and scattered and source.user_level:
+        raise InputError("--augment for scatter features protects rows: it does not protect users")
 
 
 def _default_model(source: Source) -> str:

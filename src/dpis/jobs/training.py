@@ -20,8 +20,9 @@ from dpis.features.channels import (
     ChannelScale,
     channel_sums,
 )
+from dpis.features.views import View, fixed_views
 from dpis.jobs.options import JobOptions
-from dpis.jobs.pipeline import Pipeline, to_device
+from dpis.jobs.pipeline import Content, Pipeline, to_device
 from dpis.jobs.settings import (
     DEFAULT_EMA,
     learning_rate,
@@ -34,7 +35,7 @@ from dpis.jobs.settings import (
 from dpis.jobs.sources import Encoded, Source, open_source
 from dpis.jobs.systems import system
 from dpis.mechanism import Config, Mechanism
-from dpis.models import ModelKind, model_kind
+from dpis.models import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
 from dpis.training.api import OPTIMIZERS
@@ -139,21 +140,24 @@ class _Job:
     ) -> Task:
         options = self._options
         encoded = source.encode(mechanism)
-        pipeline, inputs = self._pipeline(encoded, kind, mechanism)
+        views = self._views(kind)
+        pipeline, inputs = self._pipeline(encoded, kind, views, mechanism)
         held_out_inputs = pipeline.inputs(encoded.held_out_features)
         classification = encoded.preprocessing.target.task == "classification"
         classes = getattr(encoded.preprocessing.target, "classes", None)
         with seeded_torch(self._key.stream("weights", 0)):
             model = kind.build(tuple(inputs.shape[1:]), len(classes) if classes else 1)
         model.to(self._device)
+        at_random = self._at_random(kind)
         records = Records(
-            TensorDataset(inputs, encoded.targets),
+            TensorDataset(inputs, encoded.targets.repeat_interleave(len(views))),
             user_ids=encoded.user_ids,
             max_rows_per_user=said_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
             if encoded.user_ids is not None
             else 1,
-            augment=None if options.augment is None else Augmentation(options.augment),
-            augmentations=said_or(options.augmentations, 1),
+            views=len(views),
+            augment=at_random,
+            augmentations=1 if at_random is None else said_or(options.augmentations, 1),
             device=self._device,
         )
         metric = "accuracy" if classification else "squared_error"
@@ -181,15 +185,44 @@ class _Job:
             ),
         )
 
+    def _at_random(self, kind: ModelKind) -> Augmentation | None:
+        """What changes pixels anew in every step; scatter features are too slow for that."""
+        asked = self._options.augment
+        scattered = kind.inputs is Inputs.SCATTERED
+        return None if asked is None or scattered else Augmentation(asked)
+
+    def _views(self, kind: ModelKind) -> tuple[View, ...]:
+        """Of scattered images, as many as asked for; of other records one, as they are."""
+        asked = self._options.augment
+        if asked is None or kind.inputs is not Inputs.SCATTERED:
+            return (View(),)
+        return fixed_views(Augmentation(asked), said_or(self._options.augmentations, 1))
+
     def _pipeline(
-        self, encoded: Encoded, kind: ModelKind, mechanism: Mechanism | None
+        self,
+        encoded: Encoded,
+        kind: ModelKind,
+        views: tuple[View, ...],
+        mechanism: Mechanism | None,
     ) -> tuple[Pipeline, Tensor]:
-        """How inputs are made, and those of the training records."""
+        """How inputs are made, and those of the training records: of every view, those of a record together."""
         features = Pipeline(encoded.preprocessing, kind.inputs).described(encoded.features)
         by_channel = self._options.normalise == "channel"
         scale = _scale(features, mechanism) if by_channel else None
         pipeline = Pipeline(encoded.preprocessing, kind.inputs, scale)
-        return pipeline, pipeline.normalised(features)
+        if len(views) == 1:
+            return pipeline, pipeline.normalised(features)
+        return pipeline, _inputs_of_views(pipeline, encoded.features, views)
+
+
+def _inputs_of_views(pipeline: Pipeline, images: Content, views: tuple[View, ...]) -> Tensor:
+    """One view after the other, so that nothing but the result is ever held whole."""
+    assert isinstance(images, Tensor)
+    example = pipeline.inputs(images[:1])
+    every = example.new_empty(len(images), len(views), *example.shape[1:])
+    for place, view in enumerate(views):
+        every[:, place] = pipeline.inputs(view(images))
+    return every.flatten(0, 1)
 
 
 def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:

@@ -72,6 +72,7 @@ def train(
     collate_fn: Collate = default_collate,
     user_ids: Sequence[Any] | None = None,
     max_rows_per_user: int = 1,
+    views: int = 1,
     augment: Augment | None = None,
     augmentations: int = 1,
     batch_shaped: bool = False,
@@ -125,6 +126,7 @@ def train(
         collate_fn: makes a batch of a list of items.
         user_ids: one an item: protect users with all of their items, not single items.
         max_rows_per_user: how many items of a user take part in a step, a public bound.
+        views: so many neighbouring items are views of one record, made from it alone; their gradients are averaged.
         augment: ``augment(batch, generator)`` changes every row at random, each by itself.
         augmentations: so many augmented copies of a record in every step, their gradients averaged.
         batch_shaped: allow shapes that follow the batch; the ledger says so.
@@ -160,6 +162,7 @@ def train(
         collate_fn=collate_fn,
         user_ids=user_ids,
         max_rows_per_user=max_rows_per_user,
+        views=views,
         augment=augment,
         augmentations=augmentations,
         batch_shaped=batch_shaped,

@@ -92,7 +92,9 @@ def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
         "the optimizer": described_optimizer(task.optimizer),
         "the scheduler": described([type(task.scheduler), task.scheduler_interval, scheduler]),
         "the moving average": described(task.average and task.average.decay),
-        "the rows of a record": described([records.max_rows_per_user, records.augmentations]),
+        "the rows of a record": described(
+            [records.max_rows_per_user, records.views, records.augmentations]
+        ),
         "the augmentation": described(records.augment),
         "the collate function": described(records.collate_fn),
         "the physical batch": described(task.physical_batch),

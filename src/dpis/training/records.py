@@ -52,6 +52,8 @@ class Records:
         user_ids: one a row: then a record is a user with all of its rows.
         max_rows_per_user: how many rows of a user take part in a step, a public bound; a user's excess rows are left
             out by the user's own coins, anew in every step.
+        views: so many neighbouring rows of the data set are views of one record, made from that record alone; its
+            gradient is the mean over them.
         augment: changes rows at random, each by itself.
         augmentations: so many augmented copies of every row; a record's gradient is the mean over them.
         batch_shaped: the shapes of rows may differ from batch to batch (say, padded to the longest). Then the rounding
@@ -63,6 +65,7 @@ class Records:
     collate_fn: Collate = default_collate
     user_ids: Sequence[Any] | npt.NDArray[Any] | None = None
     max_rows_per_user: int = 1
+    views: int = 1
     augment: Augment | None = None
     augmentations: int = 1
     batch_shaped: bool = False
@@ -74,8 +77,8 @@ class Records:
                 "a map-style data set with a length is required: records are drawn by index, each by its own coin. "
                 "A stream cannot be sampled so, and no amplification could be claimed. Read it into a list first"
             )
-        if self.augmentations < 1 or self.max_rows_per_user < 1:
-            raise InputError("augmentations and max_rows_per_user must be at least 1")
+        if min(self.augmentations, self.max_rows_per_user, self.views) < 1:
+            raise InputError("augmentations, views and max_rows_per_user must be at least 1")
         if self.augmentations > 1 and self.augment is None:
             raise InputError("augmentations without augment= would be copies of one row: give both")
         rows = len(self.dataset)
@@ -88,7 +91,13 @@ class Records:
             self._users = group_by_user(np.asarray(self.user_ids))
         elif self.max_rows_per_user > 1:
             raise InputError("max_rows_per_user needs user_ids")
-        self._count = rows if self._users is None else len(self._users)
+        if self.views > 1 and self._users is not None:
+            raise InputError("views are of records, not of users: give views or user_ids")
+        if rows % self.views:
+            raise InputError(
+                f"every record has {self.views} views, so the rows must be a multiple of that; found {rows}"
+            )
+        self._count = rows // self.views if self._users is None else len(self._users)
         self._row_shapes: list[torch.Size] | None = None
         self._collated = self._augmentations = 0
 
@@ -98,7 +107,7 @@ class Records:
     @property
     def rows_per_record(self) -> int:
         """How many rows of a batch belong to one record."""
-        return self.max_rows_per_user * self.augmentations
+        return self.max_rows_per_user * self.views * self.augmentations
 
     def drawn(self, records: npt.NDArray[np.int64], key: Key, step: int) -> Iterator[Rows]:
         """The rows of these records for this step, some records at a time: what is not needed yet is not fetched.
@@ -138,7 +147,7 @@ class Records:
         self, records: npt.NDArray[np.int64], key: Key, purpose: str, step: int
     ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
         if self._users is None:
-            return records, None
+            return (records[:, None] * self.views + np.arange(self.views)).reshape(-1), None
         shape = len(records), self.max_rows_per_user
         coins = key.stream(purpose, step).uniforms(math.prod(shape)).reshape(shape)
         rows, present = choose_rows(self._users, records, self.max_rows_per_user, coins)

@@ -180,7 +180,7 @@ class Trainer:
             task.average.update(task.model)
         if task.scheduler is not None and task.scheduler_interval == "step":
             self._step_scheduler()
-        self._progress.gradient_evaluations += len(draw)
+        self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
 
     def _rows(self, draw: Draw) -> Iterator[tuple[Batch, Tensor | None]]:
         step = self._mechanism.step
@@ -191,15 +191,15 @@ class Trainer:
     def _norms_of_all(self) -> Tensor:
         """The norms of all records at the current parameters, for a released norm sum."""
         key, epoch = self.run.key, self._mechanism.epoch + 1
-        norms = [torch.zeros(0, dtype=torch.float64)]
+        records, norms = self.task.records, [torch.zeros(0, dtype=torch.float64)]
         self._to_training_mode()
         with seeded_torch(key.stream("model-all", epoch)):
-            for rows in self.task.records.all(key, epoch):
+            for rows in records.all(key, epoch):
                 result = self._gradients(
                     rows.batch, lambda norms, _: torch.zeros_like(norms), rows.present
                 )
                 norms.append(result.norms.cpu())
-        self._progress.gradient_evaluations += len(self.task.records)
+        self._progress.gradient_evaluations += len(records) * records.rows_per_record
         return torch.cat(norms)
 
     def _to_training_mode(self) -> None:
