@@ -146,7 +146,7 @@ def test_views_are_averaged_within_a_record(tmp_path: Path) -> None:
 
 
 def test_views_of_others_show(tmp_path: Path, monkeypatch: Any) -> None:
-    """Rule 1, broken on purpose: a record that brought another's view would not be all that changes without it."""
+    """Rule 9, broken on purpose: a record that brought another's view would not be all that changes without it."""
     data, K = points(48), 3
 
     def a_row_off(self: Records, records: Any, *args: Any) -> Any:
