@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +128,10 @@ def test_the_hugging_face_example_runs() -> None:
     pytest.importorskip("accelerate")
     trainer = example("huggingface_trainer").main(epochs=1, records=1000)
     assert 0 < trainer.privacy_engine.get_epsilon(1e-5) <= 8
+
+
+def test_integrations_are_read_without_the_packages_of_others() -> None:
+    """Bare pytest imports what is beside the two trainers, and must stay quick."""
+    asked = "import sys, dpis.integrations.row_losses as _; print({'transformers', 'lightning'} & {*sys.modules})"
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"

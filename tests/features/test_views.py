@@ -3,7 +3,7 @@ import torch
 
 from dpis.errors import InputError
 from dpis.features.augment import Augmentation
-from dpis.features.views import MOVES, View, fixed_views
+from dpis.features.views import MOVES, View, other_views
 
 IMAGES = torch.rand(5, 2, 9, 7, generator=torch.Generator().manual_seed(1))
 
@@ -23,11 +23,10 @@ def test_a_view_is_the_image_moved_with_black_coming_in(down, right, mirrored):
 
 
 @pytest.mark.parametrize(("names", "most"), [("shift", 9), ("flip", 2), ("shift,flip", 18)])
-def test_views_differ_and_the_first_is_the_image(names, most):
-    views = fixed_views(Augmentation(names), most)
-    assert views[0] == View()
-    assert len(set(views)) == most
-    assert fixed_views(Augmentation(names), 2) == views[:2]
-    for count in (1, most + 1):
-        with pytest.raises(InputError, match=f"must be from 2 to {most}"):
-            fixed_views(Augmentation(names), count)
+def test_views_differ_from_the_image_and_from_each_other(names, most):
+    views = other_views(Augmentation(names), most)
+    assert len({View(), *views}) == most
+    assert other_views(Augmentation(names), 2) == views[:1]
+    for count in (None, 1, most + 1):
+        with pytest.raises(InputError, match=f"needs --augmentations, from 2 to {most}"):
+            other_views(Augmentation(names), count)

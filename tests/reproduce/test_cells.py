@@ -9,8 +9,9 @@ import typer
 from dpis.cli.app import app
 from dpis.errors import InputError
 from dpis.jobs import JobOptions
+from dpis.report.rows import RECIPES
 from dpis.reproduce.cells import TABLES, Choice, cells_of, for_validation, key_of
-from dpis.reproduce.settings import EPSILONS, RECORDS, TABLE_3
+from dpis.reproduce.settings import EPSILONS, PAPER, RECORDS, TABLE_3
 
 TRAIN = typer.main.get_command(app).commands["train"]
 
@@ -161,3 +162,9 @@ def test_a_choice_without_cells_is_refused():
 
 def test_key_does_not_depend_on_the_order_of_options():
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1})
+
+
+def test_every_recipe_beyond_the_paper_says_what_it_is():
+    for recipes in TABLE_3.values():
+        for recipe in recipes:
+            assert recipe.name == PAPER or RECIPES[recipe.name]

@@ -138,48 +138,68 @@ def test_augmentations_are_averaged_within_a_record(
     torch.testing.assert_close(change, _expected([_some(changed, own) for own in own_rows], z))
 
 
+def _stacked(data: TensorDataset, views: int) -> TensorDataset:
+    """Every ``views`` rows as the views of one item, under the target of the first."""
+    inputs, targets = data.tensors
+    return TensorDataset(inputs.unflatten(0, (-1, views)), targets[::views])
+
+
+def _records_of_views(data: TensorDataset) -> list[TensorDataset]:
+    return [
+        TensorDataset(views, target.repeat(len(views)))
+        for views, target in zip(*data.tensors, strict=True)
+    ]
+
+
 def test_views_are_averaged_within_a_record(tmp_path: Path) -> None:
-    data, K = points(48), 3
-    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=K)
-    records = [_some(data, list(range(K * i, K * i + K))) for i in range(16)]
-    torch.testing.assert_close(change, _expected(records, z))
+    data = _stacked(points(48), 3)
+    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=3)
+    torch.testing.assert_close(change, _expected(_records_of_views(data), z))
+
+
+def test_views_of_a_users_rows_count_together(tmp_path: Path) -> None:
+    data, users = _stacked(points(48), 3), [0, 0, *range(1, 15)]
+    more = {"user_ids": users, "max_rows_per_user": 2}
+    change, z = _one_step(tmp_path / "run", 15, dataset=data, views=3, **more)
+    first, second, *rest = _records_of_views(data)
+    both = TensorDataset(*(torch.cat(p) for p in zip(first.tensors, second.tensors, strict=True)))
+    torch.testing.assert_close(change, _expected([both, *rest], z))
 
 
 def test_views_of_others_show(tmp_path: Path, monkeypatch: Any) -> None:
     """Rule 9, broken on purpose: a record that brought another's view would not be all that changes without it."""
-    data, K = points(48), 3
+    data = _stacked(points(48), 3)
+    own = Records._view_by_view
 
-    def a_row_off(self: Records, records: Any, *args: Any) -> Any:
-        return (records[:, None] * K + np.arange(1, K + 1)).reshape(-1) % 48, None
+    def a_row_off(self: Records, batch: Any) -> Any:
+        inputs, targets = own(self, batch)
+        return inputs.roll(1, 0), targets
 
-    monkeypatch.setattr(Records, "_rows_of", a_row_off)
-    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=K)
-    records = [_some(data, list(range(K * i, K * i + K))) for i in range(16)]
+    monkeypatch.setattr(Records, "_view_by_view", a_row_off)
+    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=3)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(change, _expected(records, z))
+        torch.testing.assert_close(change, _expected(_records_of_views(data), z))
 
 
-def test_records_are_counted_not_their_views(tmp_path: Path) -> None:
+def test_records_are_counted_and_the_work_of_their_views(tmp_path: Path) -> None:
+    data = _stacked(points(64), 2)
     with pytest.warns(UserWarning, match="treated as public"):
-        result = fit(tmp_path / "run", dataset=points(64), views=2, n_public=None)
+        result = fit(tmp_path / "run", dataset=data, views=2, n_public=None)
     assert ledger(result.folder).header.n_public == 32
     assert result.summary.claim["protects"] == "one record"
+    settings: Any = {"epochs": 1, "batch_size": 32, "n_public": 32, "method": "dp-sgd"}
+    shown = fit(tmp_path / "shown", dataset=data, views=2, diagnostics=True, **settings)
+    assert shown.diagnostics.gradient_evaluations == 2 * 32
 
 
 def test_views_resume_bit_for_bit(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole", views=2, n_public=32)
+    settings: Any = {"dataset": _stacked(points(64), 2), "views": 2, "n_public": 32}
+    whole = fit(tmp_path / "whole", **settings)
     with pytest.raises(Crash):
-        fit(tmp_path / "run", views=2, n_public=32, progress=crash_at(3))
+        fit(tmp_path / "run", progress=crash_at(3), **settings)
     with pytest.raises(InputError, match="the rows of a record"):
-        fit(
-            tmp_path / "run",
-            views=2,
-            augment=_global_noise,
-            augmentations=2,
-            n_public=32,
-            resume=True,
-        )
-    again = fit(tmp_path / "run", views=2, n_public=32, resume=True)
+        fit(tmp_path / "run", augment=_global_noise, augmentations=2, resume=True, **settings)
+    again = fit(tmp_path / "run", resume=True, **settings)
     assert released(again.folder) == released(whole.folder)
 
 
@@ -424,8 +444,8 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
         ({"augmentations": 2}, "without augment"),
         ({"augmentations": 0}, "at least 1"),
         ({"views": 0}, "at least 1"),
-        ({"views": 3}, "must be a multiple"),
-        ({"views": 2, "user_ids": list(range(64))}, "views are of records, not of users"),
+        ({"views": 2.0}, "whole number"),
+        ({"views": 3}, "3 views along its first axis"),
     ],
 )
 def test_what_makes_no_records_is_refused(

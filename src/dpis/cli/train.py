@@ -123,11 +123,14 @@ def train(
         Text,
         typer.Option(
             metavar="shift,flip",
-            help="Change images: pixels at random, scattered ones in fixed ways.",
+            help="Change images: pixels at random, by up to 2; before scattering by 1, in fixed ways.",
         ),
     ] = None,
     augmentations: Annotated[
-        Count, typer.Option(help="Views of a record in a step, averaged. [default: 1]")
+        Count,
+        typer.Option(
+            help="Views of a record in a step, averaged; scatter models need 2 or more. [default: 1]"
+        ),
     ] = None,
     ema: Annotated[
         Number,

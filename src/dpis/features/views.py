@@ -35,19 +35,19 @@ class View:
         return moved.flip(-1) if self.mirrored else moved
 
 
-def fixed_views(augmentation: Augmentation, count: int) -> tuple[View, ...]:
-    """The first ``count`` views that these changes allow; the first of all is the image as it is.
+def other_views(augmentation: Augmentation, count: int | None) -> tuple[View, ...]:
+    """With the image as it is ``count`` views, by these changes, the nearest first.
 
-    >>> fixed_views(Augmentation("flip"), 2)
-    (View(down=0, right=0, mirrored=False), View(down=0, right=0, mirrored=True))
+    >>> other_views(Augmentation("flip"), 2)
+    (View(down=0, right=0, mirrored=True),)
     """
     names = augmentation.names.split(",")
     moves = MOVES if "shift" in names else MOVES[:1]
     mirrored = (False, True) if "flip" in names else (False,)
     views = [View(down, right, mirror) for (down, right), mirror in product(moves, mirrored)]
-    if not 2 <= count <= len(views):
+    if count is None or not 2 <= count <= len(views):
         raise InputError(
-            f"--augmentations must be from 2 to {len(views)} for scatter features with --augment {augmentation.names}: "
-            f"so many fixed views there are, the first being the image as it is; found {count}"
+            f"--augment {augmentation.names} on scatter features needs --augmentations, from 2 to {len(views)}: "
+            f"the image as it is and fixed views of it; found {'none' if count is None else count}"
         )
-    return tuple(views[:count])
+    return tuple(views[1:count])

@@ -84,6 +84,8 @@ class JobOptions:
             raise InputError(f"--lr must be a finite number above 0, found {self.lr!r}")
         if self.normalise not in (None, "group", "channel"):
             raise InputError(f"--normalise must be group or channel, found {self.normalise!r}")
+        if self.augmentations is not None and self.augmentations < 1:
+            raise InputError(f"--augmentations must be at least 1, found {self.augmentations}")
         if self.augmentations is not None and self.augment is None:
             raise InputError("--augmentations has no effect without --augment: say what changes")
         self._refuse_what_the_method_ignores(system(self.method).method)

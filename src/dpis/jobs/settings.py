@@ -61,8 +61,6 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         )
     if options.augment is not None and source.image_shape is None:
         raise InputError("--augment changes pixels: it has no effect on records without them")
-    if options.augment is not None and scattered and source.user_level:
-        raise InputError("--augment for scatter features protects rows: it does not protect users")
 
 
 def _default_model(source: Source) -> str:

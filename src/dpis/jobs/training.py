@@ -20,9 +20,9 @@ from dpis.features.channels import (
     ChannelScale,
     channel_sums,
 )
-from dpis.features.views import View, fixed_views
+from dpis.features.views import View, other_views
 from dpis.jobs.options import JobOptions
-from dpis.jobs.pipeline import Content, Pipeline, to_device
+from dpis.jobs.pipeline import Pipeline, to_device
 from dpis.jobs.settings import (
     DEFAULT_EMA,
     learning_rate,
@@ -111,6 +111,7 @@ class _Job:
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
         if releases(options, source):  # the task above was a rehearsal, with made-up statistics
+            del task  # its inputs are large
             try:
                 task = self._task(source, kind, config, run.mechanism)
             except BaseException:
@@ -140,24 +141,24 @@ class _Job:
     ) -> Task:
         options = self._options
         encoded = source.encode(mechanism)
-        views = self._views(kind)
-        pipeline, inputs = self._pipeline(encoded, kind, views, mechanism)
+        changes = _changes(options, kind)
+        pipeline, inputs = self._pipeline(encoded, kind, changes.views, mechanism)
         held_out_inputs = pipeline.inputs(encoded.held_out_features)
         classification = encoded.preprocessing.target.task == "classification"
         classes = getattr(encoded.preprocessing.target, "classes", None)
         with seeded_torch(self._key.stream("weights", 0)):
-            model = kind.build(tuple(inputs.shape[1:]), len(classes) if classes else 1)
+            shape = inputs.shape[2:] if changes.views else inputs.shape[1:]
+            model = kind.build(tuple(shape), len(classes) if classes else 1)
         model.to(self._device)
-        at_random = self._at_random(kind)
         records = Records(
-            TensorDataset(inputs, encoded.targets.repeat_interleave(len(views))),
+            TensorDataset(inputs, encoded.targets),
             user_ids=encoded.user_ids,
             max_rows_per_user=said_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
             if encoded.user_ids is not None
             else 1,
-            views=len(views),
-            augment=at_random,
-            augmentations=1 if at_random is None else said_or(options.augmentations, 1),
+            views=1 + len(changes.views),
+            augment=changes.augment,
+            augmentations=changes.augmentations,
             device=self._device,
         )
         metric = "accuracy" if classification else "squared_error"
@@ -185,19 +186,6 @@ class _Job:
             ),
         )
 
-    def _at_random(self, kind: ModelKind) -> Augmentation | None:
-        """What changes pixels anew in every step; scatter features are too slow for that."""
-        asked = self._options.augment
-        scattered = kind.inputs is Inputs.SCATTERED
-        return None if asked is None or scattered else Augmentation(asked)
-
-    def _views(self, kind: ModelKind) -> tuple[View, ...]:
-        """Of scattered images, as many as asked for; of other records one, as they are."""
-        asked = self._options.augment
-        if asked is None or kind.inputs is not Inputs.SCATTERED:
-            return (View(),)
-        return fixed_views(Augmentation(asked), said_or(self._options.augmentations, 1))
-
     def _pipeline(
         self,
         encoded: Encoded,
@@ -205,24 +193,40 @@ class _Job:
         views: tuple[View, ...],
         mechanism: Mechanism | None,
     ) -> tuple[Pipeline, Tensor]:
-        """How inputs are made, and those of the training records: of every view, those of a record together."""
+        """How inputs are made, and those of the training records: of every view, ``[records, views, ...]``."""
         features = Pipeline(encoded.preprocessing, kind.inputs).described(encoded.features)
         by_channel = self._options.normalise == "channel"
         scale = _scale(features, mechanism) if by_channel else None
         pipeline = Pipeline(encoded.preprocessing, kind.inputs, scale)
-        if len(views) == 1:
-            return pipeline, pipeline.normalised(features)
-        return pipeline, _inputs_of_views(pipeline, encoded.features, views)
+        inputs = pipeline.normalised(features)
+        if not views:
+            return pipeline, inputs
+        assert isinstance(encoded.features, Tensor)
+        every = inputs.new_empty(len(inputs), 1 + len(views), *inputs.shape[1:])
+        every[:, 0] = inputs
+        del features, inputs  # one view is large enough
+        for place, view in enumerate(views, start=1):
+            every[:, place] = pipeline.inputs(view(encoded.features))
+        return pipeline, every
 
 
-def _inputs_of_views(pipeline: Pipeline, images: Content, views: tuple[View, ...]) -> Tensor:
-    """One view after the other, so that nothing but the result is ever held whole."""
-    assert isinstance(images, Tensor)
-    example = pipeline.inputs(images[:1])
-    every = example.new_empty(len(images), len(views), *example.shape[1:])
-    for place, view in enumerate(views):
-        every[:, place] = pipeline.inputs(view(images))
-    return every.flatten(0, 1)
+@dataclass(frozen=True)
+class _Changes:
+    """How images are changed: the fixed views beside the image as it is, or what changes it at random."""
+
+    views: tuple[View, ...] = ()
+    augment: Augmentation | None = None
+    augmentations: int = 1
+
+
+def _changes(options: JobOptions, kind: ModelKind) -> _Changes:
+    """Pixels anew in every step; scatter features are too slow for that, so their images have fixed views."""
+    if options.augment is None:
+        return _Changes()
+    augmentation = Augmentation(options.augment)
+    if kind.inputs is Inputs.SCATTERED:
+        return _Changes(views=other_views(augmentation, options.augmentations))
+    return _Changes(augment=augmentation, augmentations=said_or(options.augmentations, 1))
 
 
 def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:

@@ -27,6 +27,7 @@ RECIPES = {
     "linear": "a linear model on scatter features",
     "raw-pixels": "a network on pixels",
     "same-schedule-uniform": "the same schedule, but uniform sampling (k = inf)",
+    "views": "scatter features of several fixed views of every image",
 }
 """What the names of recipes mean; those with nothing to say are the paper's own."""
 

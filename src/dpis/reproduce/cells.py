@@ -118,7 +118,7 @@ class Cell:
         elif self.method == "dpis":
             looked_at = min(options.get("k", 5.0) * b, 0.5 * looked_at)
         copies = options.get("augmentations", 1)
-        gradients = epochs * (n // b * looked_at * copies + full_pass)
+        gradients = epochs * copies * (n // b * looked_at + full_pass)
         return (
             15.0
             + float(gradients) * _SECONDS_PER_GRADIENT[_model(self.dataset, self.method, options)]

@@ -114,7 +114,7 @@ def train(
         norm_sum: adaptive method: ``full-pass`` or ``stale``.
         decay_rate: of ``dp-sgd-decay``, per epoch.
         accountant: ``pld`` or ``rdp``, of the predeclared methods.
-        n_public: a public number of records (users). Not given: ``len(dataset)``, which is then treated as public.
+        n_public: a public number of records (users). Not given: how many there are, which is then treated as public.
         release_n: release a noisy number of records too.
         objective: ``objective(model, batch)``, one loss a row, instead of ``loss``.
         optimizer: ``sgd`` (momentum 0.9), ``adam``, an optimizer over the model's parameters, or a function that
@@ -126,7 +126,8 @@ def train(
         collate_fn: makes a batch of a list of items.
         user_ids: one an item: protect users with all of their items, not single items.
         max_rows_per_user: how many items of a user take part in a step, a public bound.
-        views: so many neighbouring items are views of one record, made from it alone; their gradients are averaged.
+        views: the first tensor of an item has so many views of it along its first axis (`torch.stack`), made from that
+            item alone; their gradients are averaged.
         augment: ``augment(batch, generator)`` changes every row at random, each by itself.
         augmentations: so many augmented copies of a record in every step, their gradients averaged.
         batch_shaped: allow shapes that follow the batch; the ledger says so.

@@ -52,8 +52,8 @@ class Records:
         user_ids: one a row: then a record is a user with all of its rows.
         max_rows_per_user: how many rows of a user take part in a step, a public bound; a user's excess rows are left
             out by the user's own coins, anew in every step.
-        views: so many neighbouring rows of the data set are views of one record, made from that record alone; its
-            gradient is the mean over them.
+        views: the first tensor of an item has so many views of it, made from that item alone, along its first axis; a
+            record's gradient is the mean over them.
         augment: changes rows at random, each by itself.
         augmentations: so many augmented copies of every row; a record's gradient is the mean over them.
         batch_shaped: the shapes of rows may differ from batch to batch (say, padded to the longest). Then the rounding
@@ -77,8 +77,10 @@ class Records:
                 "a map-style data set with a length is required: records are drawn by index, each by its own coin. "
                 "A stream cannot be sampled so, and no amplification could be claimed. Read it into a list first"
             )
-        if min(self.augmentations, self.max_rows_per_user, self.views) < 1:
-            raise InputError("augmentations, views and max_rows_per_user must be at least 1")
+        for name in ("augmentations", "views", "max_rows_per_user"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, found {number!r}")
         if self.augmentations > 1 and self.augment is None:
             raise InputError("augmentations without augment= would be copies of one row: give both")
         rows = len(self.dataset)
@@ -91,13 +93,7 @@ class Records:
             self._users = group_by_user(np.asarray(self.user_ids))
         elif self.max_rows_per_user > 1:
             raise InputError("max_rows_per_user needs user_ids")
-        if self.views > 1 and self._users is not None:
-            raise InputError("views are of records, not of users: give views or user_ids")
-        if rows % self.views:
-            raise InputError(
-                f"every record has {self.views} views, so the rows must be a multiple of that; found {rows}"
-            )
-        self._count = rows // self.views if self._users is None else len(self._users)
+        self._count = rows if self._users is None else len(self._users)
         self._row_shapes: list[torch.Size] | None = None
         self._collated = self._augmentations = 0
 
@@ -147,7 +143,7 @@ class Records:
         self, records: npt.NDArray[np.int64], key: Key, purpose: str, step: int
     ) -> tuple[npt.NDArray[np.int64], Tensor | None]:
         if self._users is None:
-            return (records[:, None] * self.views + np.arange(self.views)).reshape(-1), None
+            return records, None
         shape = len(records), self.max_rows_per_user
         coins = key.stream(purpose, step).uniforms(math.prod(shape)).reshape(shape)
         rows, present = choose_rows(self._users, records, self.max_rows_per_user, coins)
@@ -163,7 +159,21 @@ class Records:
                 items = self._items(rows.tolist())
             batch = self._collated_items(items, chance)
         self._check_shapes(batch, len(rows))
-        return batches.apply(lambda tensor: tensor.to(self.device), batch)
+        return self._view_by_view(batches.apply(lambda tensor: tensor.to(self.device), batch))
+
+    def _view_by_view(self, batch: Batch) -> Batch:
+        """Every view a row of its own, those of an item neighbours; what else the item holds goes with each."""
+        if self.views == 1:
+            return batch
+        first, *rest = batch if isinstance(batch, tuple | list) else (None,)
+        if not isinstance(first, Tensor) or first.shape[1:2] != (self.views,):
+            found = list(first.shape[1:]) if isinstance(first, Tensor) else type(first).__name__
+            raise InputError(
+                f"views={self.views} needs items (views, ...) whose first tensor has {self.views} views along its "
+                f"first axis, as torch.stack makes them; found {found}"
+            )
+        repeated = batches.apply(lambda t: t.repeat_interleave(self.views, dim=0), tuple(rest))
+        return (first.flatten(0, 1), *repeated)
 
     def _collated_items(self, items: list[Any], chance: Callable[[], Stream]) -> Batch:
         """A batch of these items; that the collate function treats each by itself is tried out now and then."""
@@ -237,7 +247,8 @@ class Records:
         return batches.apply(lambda t: t.repeat_interleave(self.augmentations, dim=0), batch)
 
     def _repeated_presence(self, present: Tensor | None) -> Tensor | None:
-        return None if present is None else present.repeat_interleave(self.augmentations, dim=1)
+        copies = self.views * self.augmentations
+        return None if present is None else present.repeat_interleave(copies, dim=1)
 
     def _check_augment(self, batch: Batch, changed: Batch, chance: Callable[[], Stream]) -> None:
         """With the first record exchanged and the same randomness, all others must come out the same."""

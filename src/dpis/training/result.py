@@ -14,6 +14,7 @@ class Diagnostics:
     """Private values, for the operator alone."""
 
     gradient_evaluations: int
+    """Rows whose gradients were computed: every view of a record, and rows that only fill one up."""
 
 
 @dataclass(frozen=True, kw_only=True)
