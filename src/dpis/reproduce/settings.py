@@ -131,9 +131,15 @@ def _rows_of_other_models(pixels: Options, linear: Options, a_e: float) -> tuple
 
 
 def _with_views(rows: tuple[Recipe, ...], like: str, **changes: Any) -> tuple[Recipe, ...]:
-    """The rows, and one more: the recipe of that name on several fixed views of every image."""
+    """The rows, and one more: the recipe of that name on several fixed views of every image.
+
+    Below epsilon 2, where noise is larger, at the learning rate of the recipe.
+    """
     base = next(recipe for recipe in rows if recipe.name == like)
-    return (*rows, replace(base, name="views", options={**base.options, **changes}))
+    slower = {"lr": base.options["lr"]}
+    by_epsilon = {e: {**o, **(slower if e < 2 else {})} for e, o in base.by_epsilon.items()}
+    options = {**base.options, **changes}
+    return (*rows, replace(base, name="views", options=options, by_epsilon=by_epsilon))
 
 
 def _without(options: Options, name: str) -> dict[str, Any]:
