@@ -165,7 +165,7 @@ class Records:
         """Every view a row of its own, those of an item neighbours; what else the item holds goes with each."""
         if self.views == 1:
             return batch
-        first, *rest = batch if isinstance(batch, tuple | list) else (None,)
+        first, *rest = batch if isinstance(batch, tuple | list) else (batch,)
         if not isinstance(first, Tensor) or first.shape[1:2] != (self.views,):
             found = list(first.shape[1:]) if isinstance(first, Tensor) else type(first).__name__
             raise InputError(
