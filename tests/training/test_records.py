@@ -153,7 +153,7 @@ def _records_of_views(data: TensorDataset) -> list[TensorDataset]:
 
 def test_views_are_averaged_within_a_record(tmp_path: Path) -> None:
     data = _stacked(points(48), 3)
-    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=3)
+    change, z = _one_step(tmp_path / "run", 16, dataset=data, views=np.int64(3))
     torch.testing.assert_close(change, _expected(_records_of_views(data), z))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,9 @@ class Records:
             )
         for name in ("augmentations", "views", "max_rows_per_user"):
             number = getattr(self, name)
-            if not isinstance(number, int) or number < 1:
+            if not isinstance(number, Integral) or number < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, found {number!r}")
+            setattr(self, name, int(number))  # torch takes no integers of others
         if self.augmentations > 1 and self.augment is None:
             raise InputError("augmentations without augment= would be copies of one row: give both")
         rows = len(self.dataset)
