@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from dpis.data.declarations import MOST_FROM_DATA
+from dpis.data.encoded import EncodedRecords
 from dpis.data.preprocessing import NumericColumn, TablePreprocessing, preprocessing_from_json
-from dpis.data.records import (
-    MOST_FROM_DATA,
-    EncodedRecords,
-    RawTable,
-    encode_evaluation,
-    encode_features,
-    open_records,
-)
+from dpis.data.records import encode_evaluation, encode_features, open_records
 from dpis.data.scaling import CELLS, bounds_from_counts, bucket_counts, sensitivity
 from dpis.data.schema import Schema
+from dpis.data.table_records import RawTable
 from dpis.data.targets import Origin
 from dpis.errors import InputError
 

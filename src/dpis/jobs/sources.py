@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dpis.accounting import Release
+from dpis.data.encoded import EncodedRecords
 from dpis.data.named import ImageDataset, TextDataset, load
 from dpis.data.preprocessing import ArrayPreprocessing, Preprocessing, TextPreprocessing
-from dpis.data.records import EncodedRecords, RawRecords, encode_evaluation, open_records
+from dpis.data.records import RawRecords, encode_evaluation, open_records
 from dpis.data.sample import load_sample
 from dpis.data.scaling import bounds_from_counts, sensitivity
 from dpis.data.schema import Schema
