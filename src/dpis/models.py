@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from dpis.paper import models as paper
 NOISE_STEP = 7.5e-4
 """Standard deviation of the noise in one weight and one step, chosen on validation splits of Fashion-MNIST; for bags of
 words on those of IMDb."""
+USUAL_NUMBERS = 28 * 28
+"""Of an image of Fashion-MNIST."""
 
 Shape = tuple[int, ...]
 Build = Callable[[Shape, int], nn.Module]
@@ -65,14 +68,25 @@ class ModelKind:
     largest_learning_rate: float = 0.5
     noise_step: float = NOISE_STEP
 
-    def learning_rate(self, equivalent_batch: float, noise_multiplier: float) -> float:
+    def learning_rate(
+        self, equivalent_batch: float, noise_multiplier: float, shape: Shape | None = None
+    ) -> float:
         """A learning rate at which the noise of a step stays bearable: ``min(largest, noise_step·(B/z) / C)``.
 
-        A step moves every weight by noise of standard deviation ``lr·C·z/B``. Public numbers alone decide.
+        A step moves every weight by noise of standard deviation ``lr·C·z/B``. An output adds up such noise over its
+        inputs, so for scattered images with n times the numbers of those it was chosen on, noise is bearable up to
+        ``1/√n`` of that. Public numbers alone decide.
+
+        Args:
+            equivalent_batch: B.
+            noise_multiplier: z, in the first epoch.
+            shape: of an image, before it is scattered.
         """
         if noise_multiplier == 0:
             return self.largest_learning_rate
         bearable = self.noise_step * equivalent_batch / (noise_multiplier * self.clip_norm)
+        if self.inputs is Inputs.SCATTERED and shape is not None:
+            bearable /= math.sqrt(max(1.0, math.prod(shape) / USUAL_NUMBERS))
         return min(self.largest_learning_rate, bearable)
 
 

@@ -61,3 +61,28 @@ def test_a_factory_by_its_import_path():
         model_kind(f"{__name__}:make_no_module").build((3,), 2)
     with pytest.raises(InputError, match="has no"):
         model_kind(f"{__name__}:absent")
+
+
+def test_more_noise_a_smaller_learning_rate_up_to_the_largest():
+    kind = model_kind("scatter-linear")
+    rates = [kind.learning_rate(8192, noise) for noise in (0.0, 0.1, 5.0, 10.0)]
+    assert rates[0] == rates[1] == kind.largest_learning_rate
+    assert rates[2] == pytest.approx(2 * rates[3])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "share"),
+    [
+        ("scatter-linear", (28, 28), 1),
+        ("scatter-linear", (3, 56, 28), 6**-0.5),
+        ("scatter-cnn", (3, 28, 28), 3**-0.5),
+        ("scatter-linear", (8, 8), 1),
+        ("cnn", (3, 32, 32), 1),
+        ("linear", None, 1),
+    ],
+)
+def test_larger_scattered_images_bear_less_noise(name, shape, share):
+    kind = model_kind(name)
+    usual = kind.learning_rate(500, 20)
+    assert usual < kind.largest_learning_rate
+    assert kind.learning_rate(500, 20, shape) == pytest.approx(share * usual)

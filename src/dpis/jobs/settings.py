@@ -104,8 +104,8 @@ def make_config(options: JobOptions, method: Method, kind: ModelKind, source: So
     )
 
 
-def learning_rate(options: JobOptions, kind: ModelKind, config: Config) -> float:
-    """As asked for, or by the model and the noise of the first epoch, both public."""
+def learning_rate(options: JobOptions, kind: ModelKind, config: Config, source: Source) -> float:
+    """As asked for, or by the model, the shape of images and the noise of the first epoch, all public."""
     if options.lr is not None:
         return options.lr
     if options.optimizer == "adam":
@@ -116,7 +116,7 @@ def learning_rate(options: JobOptions, kind: ModelKind, config: Config) -> float
         if isinstance(plan.accounting, AdaptivePlan)
         else plan.noise_multiplier(1)
     )
-    return kind.learning_rate(plan.workload.equivalent_batch[0], noise)
+    return kind.learning_rate(plan.workload.equivalent_batch[0], noise, source.image_shape)
 
 
 def default_batch_size(n_public: int) -> int:

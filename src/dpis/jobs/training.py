@@ -163,7 +163,7 @@ class _Job:
         )
         metric = "accuracy" if classification else "squared_error"
         trained = [p for p in model.parameters() if p.requires_grad]
-        lr = learning_rate(options, kind, config)
+        lr = learning_rate(options, kind, config, source)
         ema = DEFAULT_EMA if options.ema is None else options.ema
         return Task(
             model=model,
@@ -259,7 +259,7 @@ def _public_recipe(options: JobOptions, config: Config, source: Source) -> dict[
         "augment": options.augment,
         "augmentations": options.augmentations,
         "optimizer": options.optimizer,
-        "lr": learning_rate(options, model_kind(model), config),
+        "lr": learning_rate(options, model_kind(model), config, source),
         "ema": said_or(options.ema, DEFAULT_EMA),
         "measured_on": source.held_out,
     }
