@@ -36,7 +36,17 @@ def test_image_networks(
     model = build()
     assert trainable(model) == parameters
     assert model(torch.randn(2, *shape)).shape == (2, 10)
-    assert all(not layer.bias.any() for layer in model.modules() if isinstance(layer, nn.Linear))
+
+
+@pytest.mark.parametrize("build", [case[1] for case in IMAGES], ids=[case[0] for case in IMAGES])
+def test_networks_start_as_in_keras_but_for_the_widest(build: Callable[[], nn.Module]) -> None:
+    biases = [layer.bias for layer in build().modules() if isinstance(layer, nn.Linear)]
+    assert all(bool(bias.any()) == (build is models.scatter_cnn_cifar10) for bias in biases)
+
+
+def test_the_widest_network_starts_where_tanh_is_not_saturated() -> None:
+    first = next(m for m in models.scatter_cnn_cifar10().modules() if isinstance(m, nn.Conv2d))
+    assert first.weight.abs().max() <= (243 * 9) ** -0.5
 
 
 def test_normalised_features_add_no_parameters_and_do_not_couple_records() -> None:

@@ -205,9 +205,9 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
     ),
     "cifar10": _images(
         pixels={"batch_size": 1024, "lr": 2.0},
-        scattered={"batch_size": 1024, "lr": 2.0, "normalise": "channel"},
+        scattered={"batch_size": 2048, "lr": 2.0, "normalise": "channel"},
         linear={"batch_size": 8192, "epochs": 60, "lr": 3.0, "normalise": "channel"},
-        importance={"equivalent_batch": 4096.0},
+        importance={"equivalent_batch": 8192.0},
         a_e=0.8,
     ),
     "imdb": _imdb(),
