@@ -58,7 +58,7 @@ def test_the_optimizer_of_another_private_model_cannot_be_stepped():
         other.optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["the model itself", "a layer", "evaluation mode", "a penalty"])
+@pytest.mark.parametrize("way", ["the model itself", "a layer", "evaluation mode"])
 def test_gradients_that_pass_by_the_private_model_are_refused(way: str):
     loop = private()
     _, inputs, targets = first_batch(loop)
@@ -66,14 +66,56 @@ def test_gradients_that_pass_by_the_private_model_are_refused(way: str):
         "the model itself": lambda: loop.plain_model(inputs),
         "a layer": lambda: loop.model.get_submodule("_module.0")(inputs)[:, :3],
         "evaluation mode": lambda: loop.model.eval()(inputs),
-        "a penalty": lambda: loop.model(inputs),
     }[way]()
     loss = functional.cross_entropy(logits, targets)
-    if way == "a penalty":
-        loss = loss + sum(p.square().sum() for p in loop.model.parameters())
     with pytest.raises(MisuseError, match=r"neither clipped nor noised.*weight_decay"):
         loss.backward()
     assert all(parameter.grad is None for parameter in loop.model.parameters())
+
+
+def test_a_penalty_on_weights_is_refused():
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    penalty = sum(p.square().sum() for p in loop.model.parameters())
+    with pytest.raises(MisuseError, match=r"neither clipped nor noised.*weight_decay"):
+        loss + penalty
+
+
+TRAINED_BESIDE = {
+    "a head": lambda outputs: nn.Linear(3, 3).double()(outputs),
+    "a temperature": lambda outputs: outputs * torch.zeros((), requires_grad=True).exp(),
+    "a bias in a list": lambda outputs: torch.stack([outputs, torch.ones(1, 3, requires_grad=True)
+                                                     .double().expand(len(outputs), 3)]).sum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", TRAINED_BESIDE)
+def test_what_is_trained_beside_the_private_model_is_refused(beside: str):
+    loop = private()
+    _, inputs, _ = first_batch(loop)
+    with pytest.raises(MisuseError, match=r"neither clipped nor noised.*one model of all"):
+        TRAINED_BESIDE[beside](loop.model(inputs))
+
+
+def test_a_fixed_head_and_rows_put_in_another_order_are_not_trained_beside_it():
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    outputs = loop.model(inputs)
+    fixed = nn.Linear(3, 3).double().requires_grad_(False)
+    placed = torch.zeros(len(inputs), 3).double()
+    placed[:] = fixed(outputs)
+    functional.cross_entropy(placed + outputs, targets).backward()
+    loop.optimizer.step()
+
+
+def test_a_teacher_may_look_at_the_records():
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    with torch.no_grad():
+        taught = nn.Linear(3, 3).double()(loop.model(inputs))
+    (functional.cross_entropy(loop.model(inputs), targets) + taught.sum() * 0).backward()
+    loop.optimizer.step()
 
 
 def test_a_new_optimizer_has_no_gradients_to_step_with():
@@ -426,23 +468,36 @@ def test_a_layer_that_begins_to_couple_records():
 
 
 class Remembering(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, past_versions: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
+        self.past_versions = past_versions
         self.register_buffer("seen", torch.zeros(4).double())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training and len(x):
-            self.seen += x.detach().mean(0)
+            seen = self.seen.data if self.past_versions else self.seen
+            seen += x.detach().mean(0)
         return self.layer(x)
 
 
+@pytest.mark.parametrize("past_versions", [False, True])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_a_model_that_keeps_something_of_records(gradients: bool):
-    loop = private(Remembering())
+def test_a_model_that_keeps_something_of_records(gradients: bool, past_versions: bool):
+    loop = private(Remembering(past_versions))
     _, inputs, _ = first_batch(loop)
-    with torch.set_grad_enabled(gradients), pytest.raises(CouplingError, match="buffer 'seen'"):
+    with torch.set_grad_enabled(gradients), pytest.raises(CouplingError, match="wrote to 'seen'"):
         loop.model(inputs)
+
+
+@pytest.mark.parametrize("written", ["0.weight", "2.bias"])
+def test_a_loop_that_writes_to_the_model_before_the_step(written: str):
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    functional.cross_entropy(loop.model(inputs), targets).backward()
+    loop.plain_model.get_parameter(written).data += inputs.mean()
+    with pytest.raises(CouplingError, match=f"wrote to '{written}'"):
+        loop.optimizer.step()
 
 
 def test_records_where_nobody_was_drawn():

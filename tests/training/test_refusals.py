@@ -76,6 +76,8 @@ class Couples(nn.Module):
         self.out, self._write = nn.Linear(4, 2), write
         self.register_buffer("mean", torch.zeros(4))
         self.mean: Tensor
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.begun = False
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.training:
@@ -96,11 +98,41 @@ def _same_again(module: Couples, rows: Tensor) -> None:
     module.mean = module.mean.clone()
 
 
-@pytest.mark.parametrize("write", [_in_place, _anew])
-def test_a_model_that_writes_to_its_buffers_is_refused(tmp_path: Path, write: Any) -> None:
-    with pytest.raises(CouplingError, match="buffer 'mean'"):
+def _past_versions(module: Couples, rows: Tensor) -> None:
+    module.mean.data.lerp_(rows.mean(0), 0.1)
+
+
+def _to_what_is_frozen(module: Couples, rows: Tensor) -> None:
+    module.frozen.lerp_(rows.mean(0), 0.1)
+
+
+def _to_what_is_trained(module: Couples, rows: Tensor) -> None:
+    """From the first batch, as activation normalisation begins."""
+    if not module.begun:
+        module.out.bias.data.copy_(-rows.mean(0)[:2])
+        module.begun = True
+
+
+WRITERS = {
+    _in_place: "mean",
+    _anew: "mean",
+    _past_versions: "mean",
+    _to_what_is_frozen: "frozen",
+    _to_what_is_trained: "out.bias",
+}
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_model_that_writes_to_what_it_is_released_with(tmp_path: Path, write: Any) -> None:
+    with pytest.raises(CouplingError, match=f"wrote to '{WRITERS[write]}'"):
         fit(tmp_path / "run", Couples(write))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_frozen_table_that_shortens_its_rows_is_refused(tmp_path: Path) -> None:
+    table = nn.Embedding.from_pretrained(torch.ones(9, 4), freeze=True, max_norm=0.5)
+    with pytest.raises(CouplingError, match="max_norm"):
+        fit(tmp_path / "run", nn.Sequential(linear(), table))
 
 
 def test_buffers_that_stay_are_released_as_they_are(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpis.engine.outputs import watched_outputs
 from dpis.engine.session import MisuseError, Session
-from dpis.training.buffers import FixedBuffers
+from dpis.training.state import ModelState
 
 
 class PrivateModule(nn.Module):
@@ -44,9 +44,9 @@ class PrivateModule(nn.Module):
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""
-        buffers = FixedBuffers(self._module)
+        state = ModelState(self._module)
         outputs = self._module(*args, **kwargs)
-        buffers.check()
+        state.check_unwritten()
         return outputs
 
     def __getattr__(self, name: str) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.engine.session import MisuseError
 from dpis.gradients import CouplingError, batches
 
 _WEIGHTED = {
@@ -20,6 +21,8 @@ _WEIGHTED = {
 
 
 Look = Callable[[Tensor], None]
+
+_MARK = "_output_of_a_private_model"
 
 
 class WatchedOutput(Tensor):
@@ -44,6 +47,8 @@ class WatchedOutput(Tensor):
         """Look at the call, then let it happen."""
         if function in _WEIGHTED:
             _refuse_batch_wide_mean(function, args, kwargs or {})
+        if torch.is_grad_enabled():
+            _refuse_strangers((args, kwargs or {}))
         look = next((look for look in map(_look_of, batches.tensors(args)) if look), None)
         if function is Tensor.backward and look is not None:
             look(args[0].as_subclass(Tensor))
@@ -80,11 +85,40 @@ def watched_outputs(outputs: Any, before_backward: Look | None = None) -> Any:
     def watched(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
+        setattr(tensor, _MARK, True)
         copy = tensor.clone().as_subclass(WatchedOutput)
         copy.before_backward = before_backward
         return copy
 
     return batches.apply(watched, outputs)
+
+
+def _refuse_strangers(given: Any) -> None:
+    """What is trained beside the model sees records without noise, and shows them to the model in the next step."""
+    for tensor in batches.tensors(given):
+        if not isinstance(tensor, WatchedOutput) and tensor.requires_grad and _trained(tensor):
+            raise MisuseError(
+                "a tensor that requires a gradient was combined with outputs of the private model: a head, a loss with "
+                "weights of its own, a penalty. Its gradient is neither clipped nor noised, and what it learns reaches "
+                "the model. Make one model of all that is trained, leave penalties on weights to the optimizer's "
+                "weight_decay, and run a fixed model (a teacher) under torch.no_grad()"
+            )
+
+
+def _trained(tensor: Tensor) -> bool:
+    """Whether a gradient of it would arrive anywhere but at outputs of the model."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        arrives_at = getattr(node, "variable", None)
+        if arrives_at is not None and not hasattr(arrives_at, _MARK):
+            return True
+        waiting.extend(following for following, _ in node.next_functions)
+    return tensor.is_leaf
 
 
 def _refuse_batch_wide_mean(

@@ -18,7 +18,7 @@ from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
-from dpis.training.buffers import FixedBuffers
+from dpis.training.state import ModelState
 
 
 class MisuseError(DpisError, RuntimeError):
@@ -69,6 +69,7 @@ class Session:
         self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
         self._sum: GradientSum | None = None
+        self._state: ModelState | None = None  # at the first forward pass of the step
         self._template: Any = None
         self._forwards = 0
         self._closed = False
@@ -181,9 +182,10 @@ class Session:
             )
         before = self._sum.records + sum(p.rows for p in self._passes)
         self._require_delivered(inputs, before)
-        buffers = FixedBuffers(self.gradients.module)
+        if self._state is None:
+            self._state = ModelState(self.gradients.module)
         passed = self.gradients.run(args, kwargs)
-        buffers.check()
+        self._state.check_unwritten()
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
@@ -271,6 +273,8 @@ class Session:
         if not self._current.last:
             self._current = None
             return None
+        if self._state is not None:
+            self._state.check_unwritten()
         update = self.mechanism.release_sum(self._sum)
         self._forget_draw()
         return update if self._mean else self._as_sum(update)
@@ -289,6 +293,7 @@ class Session:
 
     def _forget_draw(self) -> None:
         self._passes = []
+        self._state = None
         self._expected = 0
         self._current = self._sum = None
         self._delivered = Delivered((), 0, self.gradients.row_dim)

@@ -23,7 +23,7 @@ def checked(module: nn.Module) -> nn.Module:
     looked into. Its parameters are the same.
 
     Raises:
-        CouplingError: for batch normalisation in training mode, and running statistics.
+        CouplingError: for batch normalisation in training mode, running statistics, and tables with a ``max_norm``.
         TypeError: for TorchScript.
     """
     module = getattr(module, "_orig_mod", module)
@@ -49,6 +49,8 @@ def _coupling(layer: nn.Module) -> str | None:
         return "normalises by statistics of the whole batch"
     if isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats:
         return "keeps running statistics of the records it sees"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        return "writes to its table which rows were looked up (max_norm), in any mode"
     return None
 
 
@@ -73,6 +75,7 @@ def fix(module: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
 
     - ``BatchNorm`` becomes ``GroupNorm`` with the same scale and shift;
     - ``InstanceNorm`` no longer keeps running statistics;
+    - tables no longer shorten the rows that are looked up (``max_norm``);
     - activations no longer work in place.
 
     Returns:
@@ -120,6 +123,11 @@ def _without_statistics(layer: Any) -> tuple[nn.Module, str]:
     return layer, f"{type(layer).__name__} no longer keeps running statistics"
 
 
+def _without_longest_row(layer: Any) -> tuple[nn.Module, str]:
+    layer.max_norm = None
+    return layer, f"{type(layer).__name__} no longer shortens the rows it looks up"
+
+
 def _out_of_place(layer: Any) -> tuple[nn.Module, str]:
     layer.inplace = False
     return layer, f"{type(layer).__name__} no longer in place"
@@ -131,6 +139,10 @@ _REPAIRS: tuple[_Repair, ...] = (
     (
         lambda layer: isinstance(layer, _InstanceNorm) and layer.track_running_stats,
         _without_statistics,
+    ),
+    (
+        lambda layer: getattr(layer, "max_norm", None) is not None,
+        _without_longest_row,
     ),
     (lambda layer: getattr(layer, "inplace", False) is True, _out_of_place),
 )

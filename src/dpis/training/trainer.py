@@ -20,7 +20,6 @@ from dpis.gradients import RecordGradients
 from dpis.gradients.batches import Batch
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
-from dpis.training.buffers import FixedBuffers
 from dpis.training.chance import seeded_generators, seeded_torch
 from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
@@ -32,6 +31,7 @@ from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result
 from dpis.training.run import Run
+from dpis.training.state import ModelState
 from dpis.training.summary import Summary
 from dpis.training.task import Task
 
@@ -76,7 +76,6 @@ class Trainer:
         self._progress = _Progress()
         self._device = task.records.device
         self._asleep = layers_asleep(task.model)
-        self._buffers = FixedBuffers(task.model)
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
         try:
@@ -168,9 +167,10 @@ class Trainer:
         step = mechanism.step
         draw = mechanism.draw()
         self._to_training_mode()
+        state = ModelState(task.model)
         with seeded_torch(key.stream("model", step)):
             update = mechanism.release_gradient_of_parts(self._gradients, self._rows(draw), draw)
-            self._buffers.check()
+            state.check_unwritten()
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update[name].to(parameter.dtype)
             self._stepped = True
@@ -312,7 +312,6 @@ class Trainer:
             task.scheduler.load_state_dict(state["scheduler"])
         if task.average is not None:
             task.average.load_state_dict(state["average"])
-        self._buffers = FixedBuffers(task.model)
         self._progress = _Progress(**state["progress"])
         self._mechanism.load_state_dict(state["mechanism"])
 
