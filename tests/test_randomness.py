@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +22,7 @@ from scipy import stats
 from dpis import randomness
 from dpis.errors import InputError
 from dpis.randomness import Key, Stream
+from tests.forks import error_in_a_fork, needs_fork
 
 FALSE_ALARM = 1e-6
 KEY = Key.from_seed(20220)
@@ -89,6 +91,25 @@ def test_a_seeded_key_says_so() -> None:
 def test_wrong_requests_are_refused(wrong: Callable[[], object]) -> None:
     with pytest.raises(InputError):
         wrong()
+
+
+@needs_fork
+def test_a_key_serves_the_process_that_made_it() -> None:
+    key = Key.fresh()
+    said = error_in_a_fork(lambda: key.stream("noise", 0))
+    assert said.startswith("InputError")
+    assert "cancel" in said
+    assert "inside the process" in said
+    restored = pickle.dumps(key)
+    assert "cancel" in error_in_a_fork(lambda: pickle.loads(restored).stream("noise", 0))
+    key.stream("noise", 0)  # the parent goes on
+
+
+@needs_fork
+def test_a_key_that_is_made_or_restored_in_a_child_serves_there() -> None:
+    secret = Key.fresh().secret
+    assert not error_in_a_fork(lambda: Key.fresh().stream("noise", 0))
+    assert not error_in_a_fork(lambda: Key(secret).stream("noise", 0))
 
 
 def test_a_stream_ends_before_it_could_be_told_from_randomness(

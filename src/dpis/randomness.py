@@ -7,7 +7,8 @@ that resumes at step ``t`` draws exactly what the unbroken run would have drawn.
 
 **One purpose, one use.** Opening the stream of the same ``(purpose, step)`` twice gives the same numbers
 again; the same noise added to two different sums cancels in their difference. Give every use a purpose
-of its own.
+of its own. For the same reason a key serves one process: after a fork parent and child would draw the
+same noise for different steps, so the child is refused.
 
 **Floating point.** Numbers are rounded, and a mechanism proven for real numbers is only approximated
 (Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012).
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import hmac
 import math
+import os
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +69,7 @@ class Key:
 
     secret: bytes = field(repr=False)
     seed: int | None = None
+    _process: int = field(default_factory=os.getpid, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes) or len(self.secret) != KEY_BYTES:
@@ -89,6 +92,25 @@ class Key:
         """Whether the key can be guessed; what is made with it is not for release."""
         return self.seed is not None
 
+    @property
+    def at_home(self) -> bool:
+        """Whether this is the process that made the key, not a fork of it."""
+        return os.getpid() == self._process
+
+    def require_home(self) -> None:
+        """Refuse every process but the one that made the key.
+
+        Raises:
+            InputError: with what to do instead.
+        """
+        if not self.at_home:
+            raise InputError(
+                f"coins and noise are drawn in the process that made the key ({self._process}) alone, found its copy "
+                f"in process {os.getpid()}: processes that share a key draw the same noise, which cancels in the "
+                "difference of what they release and leaves bare data. Call make_private, or dpis.train, inside the "
+                "process that trains; each run then spends a budget of its own. Nothing was released"
+            )
+
     def stream(self, purpose: str, step: int) -> Stream:
         """The randomness of one purpose at one step, from its beginning.
 
@@ -99,6 +121,7 @@ class Key:
             purpose: what for, in a word: "coins", "noise". Each use needs a word of its own.
             step: a whole number in ``[0, 2**64)``.
         """
+        self.require_home()
         if not purpose:
             raise InputError("a stream needs a purpose, such as 'coins' or 'noise'")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 64:

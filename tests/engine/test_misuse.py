@@ -23,6 +23,7 @@ from dpis import BatchMemoryManager, PrivacyEngine
 from dpis.engine import MisuseError
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients import CouplingError
+from tests.forks import error_in_a_fork, needs_fork
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
 
@@ -649,3 +650,39 @@ def test_a_memory_manager_wants_private_things():
         BatchMemoryManager(
             data_loader=loop.loader, max_physical_batch_size=0, optimizer=loop.optimizer
         )
+
+
+# ── a second process ─────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_fork
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_child_process_cannot_go_on_with_the_parents_engine(workers: int):
+    loop = private(loader={"num_workers": workers})
+    said = error_in_a_fork(loop.train)
+    assert "noise" in said
+    assert "cancel" in said
+    assert "make_private" in said
+    loop.train()  # the parent goes on, and its workers are forks too
+
+
+@needs_fork
+def test_a_child_process_cannot_take_the_step_of_a_batch_that_was_drawn_before():
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    functional.cross_entropy(loop.model(inputs), targets).backward()
+    before = loop.weights
+
+    def step_in_vain() -> None:
+        with pytest.raises(InputError, match="cancel"):
+            loop.optimizer.step()
+        assert torch.equal(loop.weights, before)
+        assert len(loop.engine.accountant) == 0
+
+    assert not error_in_a_fork(step_in_vain)
+    loop.optimizer.step()
+
+
+@needs_fork
+def test_a_child_process_that_makes_its_own_engine_trains():
+    assert not error_in_a_fork(lambda: private().train())

@@ -292,6 +292,7 @@ class Mechanism:
                 f"the rows of every drawn record are required: {len(draw)} drawn, {total.records} given. "
                 "Nothing was released"
             )
+        self._key.require_home()
         if not self._ahead and self.plan.accounting is not None:
             self._spend([terms.entry])
         self._outstanding.popleft()
@@ -329,6 +330,7 @@ class Mechanism:
     # ── accounting ───────────────────────────────────────────────────────────────────────────────────
 
     def _spend(self, entries: list[Entry]) -> None:
+        self._key.require_home()  # before a ledger of the parent is written
         self._journal.spend(entries)
         self._spent.update(entry.event for entry in entries)
 

@@ -134,12 +134,14 @@ class Run:
 
     def save(self, training: dict[str, Any]) -> None:
         """Replace the secret checkpoint."""
+        self.key.require_home()
         self.training = training
         state = _secret_state(self.key, self.config, self.options, training)
         save_checkpoint(self.folder.checkpoint, state)
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model. Doing it twice changes nothing."""
+        self.key.require_home()
         self._journal.finish(model_sha256)
 
     def close(self) -> None:
@@ -150,9 +152,11 @@ class Run:
     def discard(self) -> None:
         """Take back a run that was begun here and of which nothing has left this process.
 
-        With its key its noise is gone for good, so what the ledger has paid for will never be released.
+        With its key its noise is gone for good, so what the ledger has paid for will never be released. In a fork
+        the files are the parent's, and stay.
         """
-        self.folder.remove()
+        if self.key.at_home:
+            self.folder.remove()
         self.close()
 
     def _open_journal(self, plan: Plan, first: list[Entry]) -> Journal:

@@ -334,6 +334,7 @@ class Trainer:
 
     def _release(self) -> Result:
         """Model, then the ledger's end, then the summary: a crash in between is made good by resuming."""
+        self.run.key.require_home()
         folder, task, progress = self.run.folder, self.task, self._progress
         card = describe(task.model) if task.card is None else task.card
         with self._released_weights():
