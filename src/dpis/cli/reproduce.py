@@ -118,10 +118,10 @@ def report(
 ) -> None:
     """The tables beside the paper's, and figures, from the rows that are there."""
     from dpis.report import render_page, render_text
-    from dpis.reproduce.results import load_rows
+    from dpis.reproduce.results import some_rows
     from dpis.training.files import write_whole
 
-    rows = load_rows(results)
+    rows = some_rows(results)
     if out is None:
         typer.echo(render_text(rows))
         return

@@ -14,15 +14,9 @@ from typing import Any
 from dpis.accounting import verify_ledger
 from dpis.errors import DpisError, InputError
 from dpis.reproduce.cells import Cell, key_of
+from dpis.reproduce.row_types import Row, row_from_line
 from dpis.training.files import FolderLock
 
-Row = dict[str, Any]
-
-NEEDED = (
-    *("table", "dataset", "method", "recipe", "epsilon", "delta", "seed", "test_accuracy"),
-    *("accountant", "wall_seconds", "gradient_evaluations", "command", "commit", "claim"),
-    *("machine", "options", "history", "ledger_sha256"),
-)
 TUNING = "tuning"
 """The file of rows that were measured on a validation split."""
 
@@ -36,7 +30,7 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._rows = load_rows(folder, with_tuning=True)
+        self._rows = load_rows(folder, with_tuning=True) if folder.exists() else []
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
@@ -85,31 +79,37 @@ def ledger_path(folder: Path, row: Mapping[str, Any]) -> Path:
 
 def load_rows(folder: Path, *, with_tuning: bool = False) -> list[Row]:
     """All rows of a folder: of the tables, and if asked for of the search for settings."""
+    if not folder.is_dir():
+        raise InputError(f"no rows in {folder}: there is no such folder")
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         if path.stem == TUNING and not with_tuning:
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            rows.append(_row(line, f"{path}, line {number}"))
+        for number, line in enumerate(_lines(path), start=1):
+            rows.append(row_from_line(line, f"{path}, line {number}"))
     return rows
 
 
-def _row(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-        missing = [name for name in NEEDED if name not in row]
-    except (ValueError, TypeError):
+def some_rows(folder: Path, *, with_tuning: bool = False) -> list[Row]:
+    """The same, where there is nothing to say without rows."""
+    rows = load_rows(folder, with_tuning=with_tuning)
+    if not rows:
         raise InputError(
-            f"{where}: not a row of results. Was a run interrupted while writing?"
-        ) from None
-    if missing:
-        raise InputError(f"{where}: the row lacks {', '.join(missing)}")
-    return dict(row)
+            f"no rows in {folder}: run cells first (`dpis reproduce table3`), or name another folder"
+        )
+    return rows
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return path.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
 
 
 def check_ledgers(folder: Path) -> tuple[int, list[str]]:
     """Verify the ledger of every private row anew: how many rows there are, and what is wrong with which."""
-    rows = [row for row in load_rows(folder, with_tuning=True) if row["epsilon"] is not None]
+    rows = [row for row in some_rows(folder, with_tuning=True) if row["epsilon"] is not None]
     problems = []
     for row in rows:
         named = ("table", "dataset", "method", "recipe", "epsilon", "accountant", "seed")

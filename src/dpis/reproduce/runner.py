@@ -20,7 +20,8 @@ from typing import Any
 
 from dpis.errors import DpisError
 from dpis.reproduce.cells import Cell
-from dpis.reproduce.results import Results, Row
+from dpis.reproduce.results import Results
+from dpis.reproduce.row_types import Row
 
 Say = Callable[[str], None]
 
@@ -81,9 +82,7 @@ def run_missing(
                     continue
                 results.add(row, ledger)
                 done += 1
-                say(
-                    f"done     {_name(cell)}: {100 * row['test_accuracy']:.2f} % in {row['wall_seconds']:.0f} s"
-                )
+                say(f"done     {_name(cell)}: {_accuracy(row)} in {row['wall_seconds']:.0f} s")
     for cell in cells:
         results.find(cell)  # cells that are the same run as one of these
     return Outcome(len(cells) - len(missing), done, tuple(failed), len(waiting))
@@ -212,3 +211,8 @@ def _name(cell: Cell) -> str:
         "not private" if cell.epsilon is None else f"epsilon {cell.epsilon:g} {cell.accountant}"
     )
     return f"{cell.table} {cell.dataset} {cell.method} {cell.recipe} {privacy} seed {cell.seed}"
+
+
+def _accuracy(row: Row) -> str:
+    accuracy = row["test_accuracy"]
+    return "no accuracy" if accuracy is None else f"{100 * accuracy:.2f} %"
