@@ -14,6 +14,7 @@ from typing import Any
 from dpis.accounting import verify_ledger
 from dpis.errors import DpisError, InputError
 from dpis.reproduce.cells import Cell, key_of
+from dpis.reproduce.row_claims import contradiction
 from dpis.reproduce.row_types import Row, row_from_line
 from dpis.training.files import FolderLock
 
@@ -135,7 +136,4 @@ def _problem(folder: Path, row: Row) -> str | None:
             verdict = verify_ledger(unpacked)
         except DpisError as error:
             return f"does not hold: {error}"
-    claim = verdict.ledger.header.claim
-    if (claim.epsilon, claim.delta) != (row["epsilon"], row["delta"]):
-        return f"its ledger claims {claim}, the row ({row['epsilon']}, {row['delta']})"
-    return verdict.problem
+    return contradiction(row, verdict) or verdict.problem

@@ -7,13 +7,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dpis.accounting import Adjacency, CountSource
+from dpis.accounting import Adjacency, CountSource, Unit
 from dpis.mechanism import Method
 from dpis.mechanism.plan import OpenEnded
 from dpis.training.run_values import config_to_json, versions
 
 if TYPE_CHECKING:
     from dpis.training.run import Run
+
+PROTECTS = {Unit.RECORD: "one record", Unit.USER: "one user with all of their rows"}
+"""Whom a claim protects, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ def _claim(run: Run) -> dict[str, Any] | None:
         "epsilon": accounting.budget.epsilon,
         "delta": accounting.budget.delta,
         "adjacency": accounting.adjacency.value,
-        "protects": "one user with all of their rows" if run.options.user_level else "one record",
+        "protects": PROTECTS[Unit.USER if run.options.user_level else Unit.RECORD],
         "n_public": run.mechanism.plan.workload.n_public,
         "n_public_source": run.mechanism.plan.config.n_public_source.value,
         "mode": "adaptive" if run.config.method is Method.DPIS_ADAPTIVE else "predeclared",
