@@ -35,6 +35,7 @@ from .systems import (
     moments_by_enumeration,
     plan_of,
     recorded_streams,
+    released,
     rigged,
     rows,
 )
@@ -201,7 +202,7 @@ def law_the_rounding_of_a_contribution() -> None:
                     draw = system.mechanism.draw()
                 batch = inputs[record : record + 1], torch.tensor([record])
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
-                    update = system.mechanism.release_gradient(gradients, batch, draw)
+                    update = released(system.mechanism, gradients, batch, draw)
                 flat = torch.cat([part.flatten() for part in update.values()])
                 length = float(flat.norm()) * terms.equivalent_batch / terms.clip_norm
                 assert abs(length - 1) < ROUNDING
@@ -225,8 +226,7 @@ def law_coins_are_fresh_and_as_probable_as_they_say() -> None:
             assert (drawn.importance <= c.clip_norm).all()
             assert (np.abs(drawn.importance.numpy() - told) <= 1e-6 * told).all()
             included[system.mechanism.step, drawn.indices.numpy()] = 1
-            batch = gradients[drawn.indices]
-            system.mechanism.release_gradient(system.gradients, batch, drawn, None)
+            system.release(drawn)
         system.mechanism.end_epoch()
     probabilities = 0.4 * caps / c.clip_norm
     accept_frequencies(included, probabilities)
@@ -244,8 +244,7 @@ def law_a_record_that_grew_is_held_back_once() -> None:
         while system.mechanism.steps_left:
             drawn = system.mechanism.draw()
             estimates += drawn.importance.tolist()
-            batch = system.records[drawn.indices]
-            system.mechanism.release_gradient(system.gradients, batch, drawn, None)
+            system.release(drawn)
     assert len(estimates) > 30
     assert math.isclose(estimates[0], 0.15, rel_tol=1e-6)
     assert all(estimate == 1.0 for estimate in estimates[1:])

@@ -162,6 +162,11 @@ class PlainSums:
         return Gradients(norms, {"weight": (weights[:, None] * batch).sum(0, keepdim=True)})
 
 
+def released(mechanism: Mechanism, gradients: Any, batch: Any, draw: Draw) -> dict[str, Tensor]:
+    """The released gradient, from the rows of all drawn records in one part; none if nobody was drawn."""
+    return mechanism.release_gradient_of_parts(gradients, [(batch, None)][: len(draw)], draw)
+
+
 # ── a system ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -208,8 +213,12 @@ class Small:
                 draw = mechanism.draw()
         else:
             draw = mechanism.draw()
+        return self.release(draw)
+
+    def release(self, draw: Draw) -> Tensor:
+        """The released gradient over these records."""
         batch = self.records[draw.indices]
-        return mechanism.release_gradient(self.gradients, batch, draw, None)["weight"].flatten()
+        return released(self.mechanism, self.gradients, batch, draw)["weight"].flatten()
 
     def epoch(self) -> list[Tensor]:
         self.begin()

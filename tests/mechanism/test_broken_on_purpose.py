@@ -34,7 +34,7 @@ INIT, DRAW, OBSERVE, SUM = (
 )
 STREAM, RELEASE, RELEASED, BEGIN, END, SPEND, MECHANISM_DRAW = (
     Key.stream,
-    Mechanism.release_gradient,
+    Mechanism.release_sum,
     Mechanism._released,
     Mechanism.begin_epoch,
     Mechanism.end_epoch,
@@ -87,22 +87,19 @@ def coarse_norms(norms, importance, **given):
 
 
 def scaled(factor: Callable[[Mechanism, Draw], float]) -> Callable[..., Any]:
-    def release(self, gradients, batch, draw, present=None):
-        update = RELEASE(self, gradients, batch, draw, present)
-        return {name: factor(self, draw) * value for name, value in update.items()}
+    def release(self, total):
+        return {name: factor(self, total.draw) * v for name, v in RELEASE(self, total).items()}
 
     return release
 
 
-def skips_empty(self, gradients, batch, draw, present=None):
-    if len(draw):
-        return RELEASE(self, gradients, batch, draw, present)
-    return {name: torch.zeros_like(p) for name, p in gradients.parameters.items()}
+def skips_empty(self, total):
+    return RELEASE(self, total) if len(total.draw) else total.sums
 
 
-def silent_when_empty(self, gradients, batch, draw, present=None):
-    update = RELEASE(self, gradients, batch, draw, present)
-    return update if len(draw) else {name: 0 * value for name, value in update.items()}
+def silent_when_empty(self, total):
+    update = RELEASE(self, total)
+    return update if len(total.draw) else {name: 0 * value for name, value in update.items()}
 
 
 def stores_clipped(self, indices, norms):
@@ -201,7 +198,7 @@ PLANTS = [
           releases.law_released_norm_sums_stay_in_their_bounds),
     Plant("5 the number of records decides the steps", Mechanism, "begin_epoch", steps_by_the_population,
           releases.law_the_number_of_records_decides_nothing),
-    Plant("5 the number of records decides the scale", Mechanism, "release_gradient", scaled(by_population),
+    Plant("5 the number of records decides the scale", Mechanism, "release_sum", scaled(by_population),
           releases.law_the_number_of_records_decides_nothing),
     Plant("6 7 noise without the bound of the norms", Mechanism, "_released", in_units_of_one,
           releases.law_noise_over_sensitivity_is_what_is_charged),
@@ -222,19 +219,19 @@ PLANTS = [
           lambda self, bound, unseen: SUM(self, bound, 0.0), releases.law_unseen_records_count_the_clip_norm),
     Plant("8 K at every step", Mechanism, "draw", norm_sum_every_step,
           releases.law_every_event_is_charged_in_its_order),
-    Plant("12 off by a factor b", Mechanism, "release_gradient", scaled(lambda m, d: m.plan.config.batch_size),
+    Plant("12 off by a factor b", Mechanism, "release_sum", scaled(lambda m, d: m.plan.config.batch_size),
           steps.law_the_mean_of_an_update),
     Plant("12 every candidate is accepted", module, "contribution_weights", accepts_all,
           steps.law_the_mean_of_an_update),
-    Plant("12 15 divided by the realised batch", Mechanism, "release_gradient", scaled(by_realised_batch),
+    Plant("12 15 divided by the realised batch", Mechanism, "release_sum", scaled(by_realised_batch),
           steps.law_the_mean_of_an_update),
     Plant("12 clipped at C and weighted by the estimate", module, "contribution_weights", clipped_at_c,
           steps.law_the_mean_of_an_update),
-    Plant("15 divided by the realised batch", Mechanism, "release_gradient", scaled(by_realised_batch),
+    Plant("15 divided by the realised batch", Mechanism, "release_sum", scaled(by_realised_batch),
           steps.law_an_empty_batch_is_a_normal_step),
-    Plant("15 an empty step is skipped", Mechanism, "release_gradient", skips_empty,
+    Plant("15 an empty step is skipped", Mechanism, "release_sum", skips_empty,
           steps.law_an_empty_batch_is_a_normal_step),
-    Plant("15 an empty step has no noise", Mechanism, "release_gradient", silent_when_empty,
+    Plant("15 an empty step has no noise", Mechanism, "release_sum", silent_when_empty,
           steps.law_an_empty_batch_is_a_normal_step),
     Plant("16 norms are stored clipped", ImportanceSampler, "observe", stores_clipped,
           steps.law_a_record_that_grew_is_held_back_once),

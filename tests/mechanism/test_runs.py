@@ -153,18 +153,15 @@ def test_a_draw_serves_one_release() -> None:
     system.begin()
     mechanism = system.mechanism
     draw = mechanism.draw()
-    release = lambda draw: mechanism.release_gradient(  # noqa: E731
-        system.gradients, system.records[draw.indices], draw
-    )
-    release(draw)
+    system.release(draw)
     for wrong in (draw, Draw(torch.tensor([1]), torch.tensor([1.0]))):
         with pytest.raises(BudgetExceededError, match="once for every draw"):
-            release(wrong)
+            system.release(wrong)
     assert (mechanism.step, mechanism.steps_left) == (1, 4)
     for _ in range(4):
         system.step()
     with pytest.raises(BudgetExceededError):
-        release(draw)
+        system.release(draw)
     assert mechanism.steps_left == 0
 
 

@@ -235,30 +235,15 @@ class Mechanism:
         self._outstanding.append(self.sampler.draw(self.terms.sampling_rate, coins))
         return self._outstanding[-1]
 
-    def release_gradient(
-        self,
-        gradients: SumsGradients,
-        batch: Batch,
-        draw: Draw,
-        present: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """The noisy mean gradient over the drawn candidates: ``(C/B)·(Σ v_i + z·Normal(0, I))``.
-
-        Args:
-            gradients: the model and its loss.
-            batch: the rows of the drawn records, in the order of the draw; not looked at if there is none.
-            draw: as `draw` returned it for this step.
-            present: which rows count, for records of several rows.
-        """
-        return self.release_gradient_of_parts(gradients, [(batch, present)][: len(draw)], draw)
-
     def release_gradient_of_parts(
         self,
         gradients: SumsGradients,
         parts: Iterable[tuple[Batch, Tensor | None]],
         draw: Draw,
     ) -> dict[str, Tensor]:
-        """The same, where the rows come a few records at a time: a large batch never lies in memory whole.
+        """The noisy mean gradient over the drawn candidates: ``(C/B)·(Σ v_i + z·Normal(0, I))``.
+
+        Rows come a few records at a time: a large batch never lies in memory whole.
 
         Args:
             gradients: the model and its loss.
