@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from dpis.accounting import Norms
 from dpis.errors import InputError
@@ -464,6 +465,67 @@ def test_a_collate_function_that_mixes_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CouplingError, match="collate_fn mixes rows"):
         fit(tmp_path / "run", collate_fn=standardised)
     assert not (tmp_path / "run").exists()
+
+
+class AtOnce(Dataset[Any]):
+    """Fetches several items at once, and does something to them."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, place: int) -> Any:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: list[int]) -> list[Any]:
+        inputs, targets = POINTS[places]
+        return list(zip(self.change(inputs), targets, strict=True))
+
+
+def _standardised(inputs: Tensor) -> Tensor:
+    return (inputs - inputs.mean(0)) / (inputs.std(0) + 1)
+
+
+def _reversed(inputs: Tensor) -> Tensor:
+    return inputs.flip(0)
+
+
+def _by_the_largest(inputs: Tensor) -> Tensor:
+    return inputs / inputs.max()
+
+
+def _unlike_numbers_of_random_numbers(inputs: Tensor) -> Tensor:
+    """As transforms that try until a crop fits."""
+    return torch.stack([x + torch.rand(1 + int(x[0] > 0)).sum() for x in inputs])
+
+
+@pytest.mark.parametrize("change", [_standardised, _reversed, _by_the_largest])
+@pytest.mark.parametrize("subset", [False, True])
+def test_items_that_are_fetched_at_once_are_made_by_themselves(
+    tmp_path: Path, change: Any, subset: bool
+) -> None:
+    dataset: Any = Subset(AtOnce(change), range(64)) if subset else AtOnce(change)
+    with pytest.raises(CouplingError, match=r"__getitems__ mixes records.*guarantee would not"):
+        fit(tmp_path / "run", dataset=dataset)
+    assert not (tmp_path / "run").exists()
+
+
+def test_items_may_be_fetched_at_once(tmp_path: Path) -> None:
+    plain, found = fit(tmp_path / "plain"), fit(tmp_path / "run", dataset=AtOnce(torch.clone))
+    for name, value in weights(plain.folder).items():
+        torch.testing.assert_close(weights(found.folder)[name], value)
+    fit(tmp_path / "random", dataset=AtOnce(_unlike_numbers_of_random_numbers))
+
+
+def test_as_many_items_as_were_asked_for(tmp_path: Path) -> None:
+    class Fewer(AtOnce):
+        def __getitems__(self, places: list[int]) -> list[Any]:
+            return super().__getitems__(places)[1:]
+
+    with pytest.raises(InputError, match="one item a place"):
+        fit(tmp_path / "run", dataset=Fewer(torch.clone))
 
 
 def test_training_data_is_not_held_out_data(tmp_path: Path) -> None:

@@ -10,20 +10,33 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients import batches
+from dpis.training.chance import GeneratorStates
+from dpis.training.collation import CollateProbe
 
 
-class CollateEmpty:
-    """The user's collate function; no items become a batch of length zero, shaped as any other."""
+class PrivateCollate:
+    """The user's collate function, tried out now and then; no items become a batch of length zero, shaped as any other.
+
+    It goes to the workers of a loader: each of them looks by itself, and an error there reaches the loop.
+    """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
         self._collate, self._dataset = collate, dataset
+        self._probe = CollateProbe(collate)
 
     def __call__(self, items: list[Any]) -> Any:
-        """A batch of these items."""
-        if items:
-            return self._collate(items)
-        item = self._dataset[0]
-        return emptied(self._collate([item]), self._collate([item, item]))
+        """A batch of these items.
+
+        Raises:
+            CouplingError: if its rows are not made item by item.
+        """
+        if not items:
+            item = self._dataset[0]
+            return emptied(self._collate([item]), self._collate([item, item]))
+        kept, chance = self._probe.keep(items), GeneratorStates.now()
+        batch = self._collate(items)
+        self._probe.look(batch, kept, chance.again)
+        return batch
 
 
 def emptied(one: Any, two: Any) -> Any:

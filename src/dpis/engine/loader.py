@@ -17,9 +17,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dpis.engine.blank import CollateEmpty
+from dpis.engine.blank import PrivateCollate
 from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
+from dpis.training.fetching import WatchedItems, fetches_at_once
 from dpis.training.records import tensors_of
 
 
@@ -51,9 +52,11 @@ class PrivateLoader(DataLoader[Any]):
                 "multiprocessing_context": original.multiprocessing_context,
             }
         dataset: Any = original.dataset
-        collate: Any = CollateEmpty(original.collate_fn, dataset)
+        collate: Any = PrivateCollate(original.collate_fn, dataset)
         if original.collate_fn is default_collate and tensors_of(dataset):
             dataset, collate = _BatchesOfTensors(dataset), list
+        elif fetches_at_once(dataset):
+            dataset = WatchedItems(dataset)
         super().__init__(
             dataset,
             batch_sampler=_Draws(session, steps, most_rows),

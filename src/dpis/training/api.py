@@ -22,10 +22,11 @@ from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
 from dpis.randomness import Key
 from dpis.training.averaging import WeightAverage
+from dpis.training.collation import Collate
 from dpis.training.evaluation import METRICS, HeldOut, Metric
 from dpis.training.files import next_run_folder
 from dpis.training.progress import ProgressBar, Reporter, Silent
-from dpis.training.records import Augment, Collate, Records
+from dpis.training.records import Augment, Records
 from dpis.training.result import Result
 from dpis.training.run import Run, RunOptions
 from dpis.training.task import EarlyStop, Task

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,35 @@ def seeded_torch(stream: Stream) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         torch.manual_seed(int.from_bytes(stream.bytes(8), "little") >> 1)
         yield
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """Where the generators of torch (on the processor), numpy and Python stood."""
+
+    torch: torch.Tensor
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """Where they stand."""
+        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """From here once more, for a while."""
+        before = GeneratorStates.now()
+        self._put_back()
+        try:
+            yield
+        finally:
+            before._put_back()
+
+    def _put_back(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
 @contextmanager

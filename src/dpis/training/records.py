@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -20,8 +21,9 @@ from dpis.gradients import CouplingError, batches
 from dpis.gradients.batches import Batch
 from dpis.randomness import Key, Stream
 from dpis.training.chance import seeded_generators, torch_generator
+from dpis.training.collation import Collate, CollateProbe, is_power_of_two
+from dpis.training.fetching import FetchProbe, fetches_at_once
 
-Collate = Callable[[list[Any]], Batch]
 Augment = Callable[[Batch, torch.Generator], Batch]
 """``augment(batch, generator)``: every row changed at random, independently of all other rows."""
 
@@ -97,7 +99,9 @@ class Records:
             raise InputError("max_rows_per_user needs user_ids")
         self._count = rows if self._users is None else len(self._users)
         self._row_shapes: list[torch.Size] | None = None
-        self._collated = self._augmentations = 0
+        self._collate_probe = CollateProbe(self.collate_fn)
+        self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
+        self._augmentations = 0
 
     def __len__(self) -> int:
         return self._count
@@ -157,10 +161,7 @@ class Records:
             index = torch.from_numpy(rows)
             batch: Batch = tuple(t.index_select(0, index.to(t.device)) for t in tensors)
         else:
-            with seeded_generators(chance()):
-                items = self._items(rows.tolist())
-            batch = self._collated_items(items, chance)
-        self._check_shapes(batch, len(rows))
+            batch = self._collated_items(self._drawn_items(rows.tolist(), chance), chance)
         return self._view_by_view(batches.apply(lambda tensor: tensor.to(self.device), batch))
 
     def _view_by_view(self, batch: Batch) -> Batch:
@@ -180,18 +181,14 @@ class Records:
     def _collated_items(self, items: list[Any], chance: Callable[[], Stream]) -> Batch:
         """A batch of these items; that the collate function treats each by itself is tried out now and then."""
 
-        def collate(some: list[Any]) -> Batch:
-            with seeded_generators(chance()):
-                return self.collate_fn(some)
+        def repeated() -> AbstractContextManager[None]:
+            return seeded_generators(chance())
 
-        batch = collate(items)
-        if self.collate_fn is default_collate or len(items) < 2:
-            return batch
-        self._collated += 1
-        if is_power_of_two(self._collated):
-            other = collate([items[-1], *items[1:]])
-            if not self._same_but_for_first(batch, other, 1):
-                raise CouplingError(_MIXES.format("collate_fn"))
+        kept = self._collate_probe.keep(items)
+        with repeated():
+            batch = self.collate_fn(items)
+        self._check_shapes(batch, len(items))
+        self._collate_probe.look(batch, kept, repeated)
         return batch
 
     def _same_but_for_first(self, a: Batch, b: Batch, own: int) -> bool:
@@ -202,6 +199,14 @@ class Records:
             for one, other in pairs
             if one.shape == other.shape or not self.batch_shaped
         )
+
+    def _drawn_items(self, rows: list[int], chance: Callable[[], Stream]) -> list[Any]:
+        """Items of these rows; that a data set which fetches them at once makes each by itself is tried out, too."""
+        with seeded_generators(chance()):
+            items = self._items(rows)
+        if self._fetch_probe is not None:
+            self._fetch_probe.look(rows, items, lambda: seeded_generators(chance()))
+        return items
 
     def _items(self, rows: Sequence[int]) -> list[Any]:
         many = getattr(self.dataset, "__getitems__", None)
@@ -264,18 +269,13 @@ class Records:
         if is_power_of_two(self._augmentations):
             other = self._apply_augment(exchanged, chance())
             if not self._same_but_for_first(changed, other, own):
-                raise CouplingError(_MIXES.format("augment"))
+                raise CouplingError(_MIXES)
 
 
 _MIXES = (
-    "{0} mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "
+    "augment mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "
     "would not hold. Treat every row by itself, with public numbers, and with no random numbers but those given"
 )
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether it is time to look again: at the 1st, 2nd, 4th, 8th, … occasion."""
-    return number & (number - 1) == 0
 
 
 def _equal(a: Batch, b: Batch) -> bool:

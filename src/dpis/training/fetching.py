@@ -1,0 +1,104 @@
+"""Data sets that fetch several items at once, and whether they make each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, Subset
+
+from dpis.errors import InputError
+from dpis.gradients import CouplingError
+from dpis.training.chance import GeneratorStates
+from dpis.training.collation import Chance, differ, is_power_of_two
+
+Fetch = Callable[[list[int]], Sequence[Any]]
+
+
+def fetches_at_once(dataset: Any) -> bool:
+    """Whether a data set has ``__getitems__``; a `Subset` asks the data set that it is of."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+class FetchProbe:
+    """Tries ``__getitems__`` out at the 1st, 2nd, 4th, 8th, … batch: every item must be made by itself.
+
+    The last item is exchanged, then all but the first: with the same random numbers, the items before them stay. (Those
+    after would not: how many random numbers a transform takes may depend on its item.)
+
+    Args:
+        fetch: ``__getitems__`` of a data set.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch, self._batches = fetch, 0
+
+    def look(self, places: Sequence[int], items: Sequence[Any], chance: Chance) -> None:
+        """Fetch other items in the company of these, if it is time.
+
+        Args:
+            places: whose items were fetched.
+            items: what came.
+            chance: the randomness that they were fetched with.
+
+        Raises:
+            CouplingError: if an item changes with its company.
+            InputError: if there are not as many items as places.
+        """
+        if len(items) != len(places):
+            raise InputError(
+                f"__getitems__ must return one item a place: {len(places)} places, {len(items)} items. Which record "
+                "an item belongs to would not be known"
+            )
+        if len(places) < 2:
+            return
+        self._batches += 1
+        if not is_power_of_two(self._batches):
+            return
+
+        def fetched(others: list[int]) -> Sequence[Any]:
+            with chance():
+                return self._fetch(others)
+
+        first, *others, _ = places
+        last_exchanged = fetched([first, *others, first])
+        company_left = fetched([first] * len(places))
+        before_last = zip(items[:-1], last_exchanged[:-1], strict=True)
+        if differ(items[0], company_left[0]) or any(differ(a, b) for a, b in before_last):
+            raise CouplingError(_COUPLES)
+
+
+class WatchedItems(Dataset[Any]):
+    """A data set with ``__getitems__`` in a loader, tried out now and then; in all else the data set itself."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._probe = FetchProbe(dataset.__getitems__)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._dataset[place]
+
+    def __getitems__(self, places: list[int]) -> Sequence[Any]:
+        if not places:
+            return []
+        chance = GeneratorStates.now()
+        items: Sequence[Any] = self._dataset.__getitems__(places)
+        self._probe.look(places, items, chance.again)
+        return items
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+_COUPLES = (
+    "__getitems__ mixes records: an item changed with the company that it was fetched in. Records would couple, and "
+    "the privacy guarantee would not hold. Make item i of place i alone, with public numbers; pad in collate_fn; draw "
+    "random numbers from torch, numpy or random alone. Or give a data set with __getitem__ only"
+)
