@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import TensorDataset
 
 from dpis.errors import InputError
 from dpis.gradients import guards
@@ -17,6 +16,7 @@ from dpis.gradients.losses import Loss, Objective
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import HeldOut, Metric
 from dpis.training.model_file import ModelCard
+from dpis.training.overlap import share_rows
 from dpis.training.records import Records
 
 
@@ -75,10 +75,10 @@ class Task:
             raise InputError(f"physical batch must be at least 1, found {self.physical_batch}")
         self._check_optimizer()
         self._check_scheduler()
-        if self.held_out is not None and _shares_rows(self.held_out.dataset, self.records.dataset):
+        if self.held_out is not None and share_rows(self.held_out.dataset, self.records.dataset):
             raise InputError(
-                "held_out is the training data: its accuracy would be a private value, published without noise. Give "
-                "other records, or none"
+                "held_out is the training data, or has rows of it: its accuracy would be a private value, published "
+                "without noise. Give other records, or none"
             )
         stop = self.early_stop
         if stop is not None and (self._nothing_held_out or stop.metric not in self._metrics):
@@ -127,21 +127,3 @@ class Task:
     def _nothing_held_out(self) -> bool:
         dataset = None if self.held_out is None else self.held_out.dataset
         return dataset is None or (isinstance(dataset, Sized) and len(dataset) == 0)
-
-
-def _shares_rows(held_out: object, trained: object) -> bool:
-    """Whether both are one data set, or views of one tensor that overlap; copies are not noticed."""
-    if held_out is trained:
-        return True
-    both = (held_out, trained)
-    if not all(type(dataset) is TensorDataset for dataset in both):
-        return False
-    a, b = (_memory(dataset.tensors[0]) for dataset in both)  # type: ignore[attr-defined]
-    return a[0] < b[1] and b[0] < a[1]
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The addresses a tensor's rows lie between."""
-    if not tensor.is_contiguous() or not tensor.numel():
-        return 0, 0
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
