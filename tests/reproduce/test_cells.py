@@ -6,7 +6,7 @@ import shlex
 import pytest
 import typer
 
-from dpis.cli.app import app
+from dpis.cli.app import app, main
 from dpis.errors import InputError
 from dpis.jobs import JobOptions
 from dpis.report.rows import RECIPES
@@ -58,6 +58,36 @@ def test_table_3_has_every_method_of_the_paper_at_every_epsilon():
         (method, epsilon) for method in methods for epsilon in EPSILONS
     }
     assert [c.epsilon for c in cells if c.method == "sgd"] == [None]
+
+
+@pytest.mark.parametrize("epsilons", [[1.0, 7.0], [float("nan")], [float("inf")], [-1.0]])
+def test_an_epsilon_that_a_table_does_not_have_is_refused(epsilons):
+    with pytest.raises(InputError, match=r"one of 0.5, 1, 2, 3, 4 in table3, found"):
+        cells_of("table3", Choice(epsilons=epsilons))
+    with pytest.raises(InputError, match=r"epsilon must be one of 1 in table5, found 3"):
+        cells_of("table5", Choice(epsilons=[3.0]))
+
+
+def test_what_has_no_epsilon_is_not_among_those_of_one_unless_named():
+    asked = cells_of("table3", Choice(epsilons=[1.0]))
+    assert {cell.epsilon for cell in asked} == {1.0}
+    named = cells_of("table3", Choice(epsilons=[1.0], methods=["sgd", "dpis"]))
+    assert {cell.epsilon for cell in named} == {None, 1.0}
+
+
+def test_a_seed_named_twice_counts_once_and_none_is_negative():
+    once = cells_of("table3", Choice(seeds=[0]))
+    assert cells_of("table3", Choice(seeds=[0, 0])) == once
+    with pytest.raises(InputError, match="from 0 on, found -1"):
+        Choice(seeds=[0, -1])
+
+
+@pytest.mark.parametrize("minutes", ["-5", "nan"])
+def test_a_time_that_is_none_is_refused(capsys, minutes):
+    assert main(["reproduce", "table3", "--budget-minutes", minutes, "--list"]) == 2
+    assert (
+        f"--budget-minutes must be a number from 0 on, found {minutes}" in capsys.readouterr().err
+    )
 
 
 def test_the_papers_row_has_the_papers_settings():

@@ -1,11 +1,14 @@
 """Rows are read with suspicion: what is no row is named by its place."""
 
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from dpis.cli.app import main
 from dpis.errors import InputError
+from dpis.reproduce import runner
 from dpis.reproduce.results import Results, load_rows
 from tests.report.made_up import row
 
@@ -30,6 +33,33 @@ def test_no_rows_are_an_error(tmp_path, capsys, command, there):
 
 def test_a_new_folder_can_be_filled(tmp_path):
     assert list(Results(tmp_path / "new")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_a_cell_is_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_cell", lambda *_: pytest.fail("a cell was run"))
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "rows", Path("/proc/rows")):
+        with pytest.raises(InputError, match=r"cannot write rows to .* --results"):
+            runner.run_missing(
+                [], Results(folder), tmp_path, processes=1, budget_minutes=0, say=print
+            )
+    assert main(["reproduce", "table3", "--results", str(tmp_path / "file")]) == 2
+
+
+def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ["-c", "user.name=n", "-c", "user.email=e"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "of another project")
+    installed = tmp_path / "runner.py"
+    installed.write_text("")
+    monkeypatch.setattr(runner, "__file__", str(installed))
+    assert runner._commit() == "unknown"
+    git("add", "runner.py")
+    git("commit", "-m", "its own")
+    assert len(runner._commit()) == 12
 
 
 def test_rows_are_read(tmp_path):

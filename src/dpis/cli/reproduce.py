@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -183,6 +184,9 @@ def _run(
     from dpis.reproduce.results import Results
     from dpis.reproduce.runner import run_missing
 
+    minutes = math.inf if budget_minutes is None else budget_minutes
+    if not minutes >= 0:
+        raise InputError(f"--budget-minutes must be a number from 0 on, found {minutes:g}")
     if list_only:
         for cell in cells:
             typer.echo(cell.command)
@@ -192,7 +196,7 @@ def _run(
         Results(results),
         runs,
         processes=processes,
-        budget_minutes=float("inf") if budget_minutes is None else budget_minutes,
+        budget_minutes=minutes,
         say=lambda line: typer.echo(line, err=True),
     )
     typer.echo(

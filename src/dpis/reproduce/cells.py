@@ -168,17 +168,25 @@ class Choice:
         _require_known("accountant", self.accountants, ("rdp", "pld"))
         known = {recipe.name for recipe in recipes} | set(settings.ablations_of_clipping("fmnist"))
         _require_known("recipe", self.recipes, known)
+        for seed in self.seeds:
+            if seed < 0:
+                raise InputError(f"a seed must be a whole number from 0 on, found {seed}")
 
     def wants(self, cell: Cell) -> bool:
-        """Whether the cell is among them. What is not private has no epsilon and no accountant to choose by."""
-        private = cell.epsilon is not None
+        """Whether the cell is among them."""
         return (
             _in(cell.dataset, self.datasets)
             and _in(cell.method, self.methods)
             and _in(cell.recipe, self.recipes)
-            and (not private or _in(cell.accountant, self.accountants))
-            and (not private or _in(cell.epsilon, self.epsilons))
+            and (self._wants_budget(cell) if cell.epsilon is not None else self._wants_sgd())
         )
+
+    def _wants_budget(self, cell: Cell) -> bool:
+        return _in(cell.accountant, self.accountants) and _in(cell.epsilon, self.epsilons)
+
+    def _wants_sgd(self) -> bool:
+        """What has no epsilon is no answer to a question for some, unless it was named itself."""
+        return self.epsilons is None or self.methods is not None
 
 
 def _in(value: object, wanted: Collection[Any] | None) -> bool:
@@ -195,10 +203,20 @@ def cells_of(table: str, choice: Choice) -> list[Cell]:
     """The chosen cells of a table, the cheapest first."""
     if table not in _CELLS:
         raise InputError(f"table must be one of {', '.join(TABLES)}, found {table!r}")
-    every = [cell for seed in choice.seeds for cell in _CELLS[table](seed) if choice.wants(cell)]
+    _require_epsilons(table, choice.epsilons)
+    seeds = dict.fromkeys(choice.seeds)
+    every = [cell for seed in seeds for cell in _CELLS[table](seed) if choice.wants(cell)]
     if not every:
         raise InputError(f"{table} has no such cells: see `dpis reproduce {table} --list`")
     return sorted(every, key=lambda cell: cell.cost)
+
+
+def _require_epsilons(table: str, asked: Collection[float] | None) -> None:
+    known = sorted({cell.epsilon for cell in _CELLS[table](0) if cell.epsilon is not None})
+    for epsilon in asked or ():
+        if epsilon not in known:
+            names = ", ".join(f"{value:g}" for value in known)
+            raise InputError(f"epsilon must be one of {names} in {table}, found {epsilon:g}")
 
 
 def for_validation(cell: Cell, changes: Collection[str]) -> Cell:

@@ -36,6 +36,17 @@ class Results:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
 
+    def prepare(self) -> None:
+        """Make the folder, and try that rows can be written there: before hours are spent on one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"cannot write rows to {self.folder}: {error.strerror}. Choose another folder by --results"
+            ) from None
+
     def find(self, cell: Cell) -> Row | None:
         """The cell's row; or that of the same run in another table, made out for this one and written."""
         same_run = [row for row in self._rows if key_of(row["options"]) == cell.key]
@@ -50,7 +61,7 @@ class Results:
 
     def add(self, row: Row, ledger: bytes | None = None) -> None:
         """Append a row, after its ledger is in place; not one that another runner has written meanwhile."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.prepare()
         with FolderLock(self.folder, wait=True):
             self._rows = load_rows(self.folder, with_tuning=True)
             if not any(_identity(row) == _identity(other) for other in self._rows):

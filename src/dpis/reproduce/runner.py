@@ -55,6 +55,7 @@ def run_missing(
         budget_minutes: of wall time.
         say: tells a person.
     """
+    results.prepare()
     missing = [cell for cell in cells if results.find(cell) is None]
     waiting = list({cell.key: cell for cell in missing}.values())
     deadline = time.monotonic() + 60 * budget_minutes
@@ -74,13 +75,13 @@ def run_missing(
                 cell = running.pop(future)
                 try:
                     row, ledger = future.result()
+                    results.add(row, ledger)
                 except BrokenProcessPool:
                     raise  # no worker is left to go on with
                 except Exception as error:  # of this cell alone
                     failed.append(f"{_name(cell)}: {error or type(error).__name__}")
                     say(f"failed   {failed[-1]}")
                     continue
-                results.add(row, ledger)
                 done += 1
                 say(f"done     {_name(cell)}: {_accuracy(row)} in {row['wall_seconds']:.0f} s")
     for cell in cells:
@@ -179,15 +180,22 @@ def _verified_ledger(folder: Path) -> bytes:
 
 def _commit() -> str:
     """Of the code that runs, with a mark if it was changed since."""
-    here = Path(__file__).parent
+    here = Path(__file__)
     try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=here, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        _git(
+            here.parent, "ls-files", "--error-unmatch", here.name
+        )  # not a repository around a venv
+        return _git(
+            here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return said.stdout.strip()
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _machine() -> str:
