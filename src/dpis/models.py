@@ -217,17 +217,36 @@ def _factory(path: str) -> Build:
         raise InputError(f"cannot import {module_name!r} for the model {path!r}: {error}") from None
     except AttributeError:
         raise InputError(f"{module_name} has no {attribute!r} for the model {path!r}") from None
+    except Exception as error:  # whatever a module of the user's own does
+        raise InputError(
+            f"importing {module_name!r} for the model {path!r} failed: {_told(error)}"
+        ) from error
     if not callable(factory):
         raise InputError(f"{path} is not a function or class that makes a model")
-    takes_arguments = bool(inspect.signature(factory).parameters)
+    takes_arguments = _takes_arguments(factory)
 
     def build(shape: Shape, outputs: int) -> nn.Module:
-        module = factory(shape, outputs) if takes_arguments else factory()
+        try:
+            module = factory(shape, outputs) if takes_arguments else factory()
+        except Exception as error:  # likewise
+            call = f"{list(shape)}, {outputs}" if takes_arguments else ""
+            raise InputError(f"{path}({call}) made no model: {_told(error)}") from error
         if not isinstance(module, nn.Module):
             raise InputError(f"{path} must return a torch.nn.Module, found {type(module).__name__}")
         return module
 
     return build
+
+
+def _takes_arguments(factory: Callable[..., object]) -> bool:
+    try:
+        return bool(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):  # some of those written in C do not tell
+        return True
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _numbers(shape: Shape) -> int:

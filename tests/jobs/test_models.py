@@ -55,6 +55,27 @@ def make_no_module(shape, outputs):
     return "a model"
 
 
+def make_trouble(shape, outputs):
+    raise RuntimeError("out of clay")
+
+
+def test_what_a_factory_raises_is_told():
+    with pytest.raises(
+        InputError, match=r"make_trouble\(\[3\], 2\) made no model: RuntimeError: out of"
+    ):
+        model_kind(f"{__name__}:make_trouble").build((3,), 2)
+    with pytest.raises(InputError, match=r"os:system\(.* made no model: TypeError"):
+        model_kind("os:system").build((3,), 2)
+
+
+@pytest.mark.parametrize(("source", "told"), [("def", "SyntaxError"), ("1 / 0", "ZeroDivision")])
+def test_what_a_factorys_module_raises_is_told(tmp_path, monkeypatch, source, told):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"broken_{told}.py").write_text(source)
+    with pytest.raises(InputError, match=f"importing 'broken_{told}' .* failed: {told}"):
+        model_kind(f"broken_{told}:make")
+
+
 def test_a_factory_by_its_import_path():
     assert isinstance(model_kind(f"{__name__}:make_without_arguments").build((3,), 2), nn.Linear)
     with pytest.raises(InputError, match=r"must return a torch\.nn\.Module"):
