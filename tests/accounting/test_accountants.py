@@ -139,6 +139,10 @@ def test_our_epsilon_equals_that_of_dp_accounting(steps):
         )
 
 
-def test_unknown_accountants_raise():
+def law_unknown_accountants_raise():
     with pytest.raises(InputError, match="pld, rdp"):
         Accountant.parse("gdp")
+
+
+def test_unknown_accountants_raise():
+    law_unknown_accountants_raise()

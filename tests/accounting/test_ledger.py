@@ -64,15 +64,19 @@ def test_what_was_written_is_read_back(tmp_path):
     assert not ledger.torn
 
 
-def test_only_what_is_public_stands_in_a_ledger(tmp_path):
+def law_only_what_is_public_stands_in_a_ledger(path):
     """No times, no batch sizes, no losses: exactly these fields."""
-    lines = [json.loads(line) for line in write(tmp_path / "l.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in write(path).read_text().splitlines()]
     assert set(lines[0]) == {
         "type", "format", "claim", "adjacency", "n_public", "n_public_source", "mode", "planned", "filter_order",
         "versions", "seeded", "diagnostics", "norms", "unit", "chain",
     }  # fmt: skip
     assert all(set(line) == {"type", "index", "label", "event", "chain"} for line in lines[1:-1])
     assert set(lines[-1]) == {"type", "events", "model_sha256", "chain"}
+
+
+def test_only_what_is_public_stands_in_a_ledger(tmp_path):
+    law_only_what_is_public_stands_in_a_ledger(tmp_path / "l.jsonl")
 
 
 def test_the_same_run_writes_the_same_bytes(tmp_path):
@@ -365,10 +369,32 @@ def test_headers_that_cannot_be_checked_are_refused():
     header(n_public_source=CountSource.DATASET_LENGTH, adjacency=Adjacency.ZERO_OUT)
 
 
-@pytest.mark.parametrize("name", ["replace-one", "swap", ""])
-def test_other_adjacencies_are_refused(name):
-    with pytest.raises(InputError, match="add-remove"):
-        Adjacency.parse(name)
+def law_other_adjacencies_are_refused(folder):
+    """By name, and in a ledger that claims one of them."""
+    written = write(folder / "l.jsonl").read_bytes()
+    for name in ("replace-one", "swap", ""):
+        with pytest.raises(InputError, match="add-remove"):
+            Adjacency.parse(name)
+        with pytest.raises(LedgerError):
+            reading(folder, changed_line(written, 1, adjacency=name))
+
+
+def test_other_adjacencies_are_refused(tmp_path):
+    law_other_adjacencies_are_refused(tmp_path)
+
+
+def law_events_of_an_unknown_kind_are_refused(folder):
+    """Planned or recorded: what cannot be accounted for is not read over."""
+    written = write(folder / "l.jsonl").read_bytes()
+    laplace = {"kind": "laplace", "noise_multiplier": 3.0}
+    with pytest.raises(LedgerError):
+        reading(folder, changed_line(written, 1, planned=[{**RUN, "event": laplace}]))
+    with pytest.raises(BrokenLedgerError, match="unknown kind"):
+        reading(folder, changed_line(written, 3, event=laplace))
+
+
+def test_events_of_an_unknown_kind_are_refused(tmp_path):
+    law_events_of_an_unknown_kind_are_refused(tmp_path)
 
 
 def test_a_model_hash_has_the_form_of_one(tmp_path):

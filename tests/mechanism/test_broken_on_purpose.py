@@ -18,6 +18,7 @@ from dpis.contribution import contribution_weights
 from dpis.errors import DpisError
 from dpis.mechanism import AdaptiveClipping, Mechanism
 from dpis.mechanism import mechanism as module
+from dpis.mechanism import terms as terms_module
 from dpis.noise import add_noise
 from dpis.randomness import Key
 from dpis.sampling import Draw, ImportanceSampler
@@ -32,14 +33,13 @@ INIT, DRAW, OBSERVE, SUM = (
     ImportanceSampler.observe,
     ImportanceSampler.sum_of_last_norms,
 )
-STREAM, RELEASE, RELEASED, BEGIN, END, SPEND, MECHANISM_DRAW = (
+STREAM, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD = (
     Key.stream,
     Mechanism.release_sum,
     Mechanism._released,
     Mechanism.begin_epoch,
-    Mechanism.end_epoch,
     Mechanism._spend,
-    Mechanism.draw,
+    Mechanism.draw_ahead,
 )
 
 
@@ -131,13 +131,18 @@ def norm_sum_every_step(self):
     if self.steps_left and self.plan.accounting.releases:
         event = self.plan.accounting.releases[-1]
         self._spend([module.Entry(event.label, event.event)])
-    return MECHANISM_DRAW(self)
+    return DRAW_AHEAD(self)
 
 
 def steps_by_the_population(self, norms_of_all):
     terms = BEGIN(self, norms_of_all)
     self.steps_left = self.sampler.population // self.plan.config.batch_size
     return terms
+
+
+def reserves_nothing(plan, *, epoch, _real=terms_module.next_grad_noise, **given):
+    """Every epoch spends as if it were the last."""
+    return _real(plan, epoch=plan.workload.epochs, **given)
 
 
 def c_star_unclipped(self, noisy_norm_sum, n_public):
@@ -217,7 +222,7 @@ PLANTS = [
           lambda self, bound, unseen: SUM(self, bound, bound), releases.law_unseen_records_count_the_clip_norm),
     Plant("8 unseen records count nothing", ImportanceSampler, "sum_of_last_norms",
           lambda self, bound, unseen: SUM(self, bound, 0.0), releases.law_unseen_records_count_the_clip_norm),
-    Plant("8 K at every step", Mechanism, "draw", norm_sum_every_step,
+    Plant("8 K at every step", Mechanism, "draw_ahead", norm_sum_every_step,
           releases.law_every_event_is_charged_in_its_order),
     Plant("12 off by a factor b", Mechanism, "release_sum", scaled(lambda m, d: m.plan.config.batch_size),
           steps.law_the_mean_of_an_update),
@@ -247,6 +252,8 @@ PLANTS = [
     Plant("19 nothing is added for rounding", module, "APPLIED_NOISE", 1.0, steps.law_the_applied_noise),
     Plant("21 events are charged afterwards", Mechanism, "_spend", charges_afterwards,
           releases.law_events_come_before_their_outputs),
+    Plant("filter: later epochs are not reserved for", terms_module, "next_grad_noise", reserves_nothing,
+          releases.law_released_norm_sums_stay_in_their_bounds),
     Plant("noise: two thirds", module, "add_noise", noise_times(2 / 3), steps.law_the_scale_of_noise),
     Plant("noise: three halves", module, "add_noise", noise_times(3 / 2), steps.law_the_scale_of_noise),
     Plant("noise: in units of C", module, "add_noise", noise_times(0.25), steps.law_the_applied_noise),

@@ -25,6 +25,7 @@ from dpis.training import PublicCountWarning
 from dpis.training.checkpoint import NOTICE, load_checkpoint
 from dpis.training.model_file import architecture_of
 from dpis.training.progress import ProgressBar
+from dpis.training.summary import Summary
 from tests.training.toys import (
     RELEASED,
     Each,
@@ -113,8 +114,8 @@ EPOCH = {
 }
 
 
-def test_the_summary_holds_public_values_alone(tmp_path: Path) -> None:
-    result = fit(tmp_path / "run", held_out=points(9))
+def law_the_summary_holds_public_values_alone(folder: Path) -> None:
+    result = fit(folder, held_out=points(9))
     summary = json.loads((result.folder / "summary.json").read_text())
     assert summary.keys() == KEYS  # a key that is added here must be public, and no time
     assert all(epoch.keys() == EPOCH for epoch in summary["history"])
@@ -122,6 +123,21 @@ def test_the_summary_holds_public_values_alone(tmp_path: Path) -> None:
     text = (result.folder / "summary.json").read_text()
     for private in ("seconds", "time", "evaluations", "candidates", "loss", "secret", "norms"):
         assert private not in text, private
+
+
+def test_the_summary_holds_public_values_alone(tmp_path: Path) -> None:
+    law_the_summary_holds_public_values_alone(tmp_path / "run")
+
+
+def test_a_private_number_in_the_summary_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 20: how many gradients were computed tells how many records were drawn."""
+    of = Summary.of
+    tells = lambda run, **given: of(run, **{**given, "gradient_evaluations": 17})  # noqa: E731
+    monkeypatch.setattr(Summary, "of", tells)
+    with pytest.raises(AssertionError):
+        law_the_summary_holds_public_values_alone(tmp_path / "run")
 
 
 def test_private_values_are_shown_under_diagnostics_only(tmp_path: Path) -> None:
