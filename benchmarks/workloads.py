@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dpis.models import KINDS
 from dpis.paper import models
 
 
@@ -99,10 +100,15 @@ def lora() -> nn.Module:
     return Logits(model)
 
 
+def scatter_linear() -> nn.Module:
+    """What `dpis train` builds for Fashion-MNIST."""
+    return KINDS["scatter-linear"].build((81, 7, 7), 10)
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("scatter-linear", "81x7x7, 512", models.scatter_linear, images(512, 81, 7, 7)),
+        Workload("scatter-linear", "81x7x7, 512", scatter_linear, images(512, 81, 7, 7)),
         Workload("scatter-cnn", "81x7x7, 512", models.scatter_cnn_mnist, images(512, 81, 7, 7)),
         Workload("pixel-cnn", "3x32x32, 128", models.pixel_cnn_cifar10, images(128, 3, 32, 32)),
         Workload("imdb-lstm", "80 words, 512", imdb_rnn, words(512, 80, 20_000, 2)),

@@ -17,7 +17,7 @@ from torch import nn
 
 from dpis.data.glove import load_glove
 from dpis.errors import InputError
-from dpis.features.words import embedding_table
+from dpis.features.words import VOCABULARY, embedding_table
 from dpis.paper import models as paper
 
 NOISE_STEP = 7.5e-4
@@ -143,7 +143,7 @@ def _rnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.Re
     """The paper's, on frozen public word vectors."""
     if outputs != 2:
         raise InputError(f"the rnn tells two classes apart, found {outputs}")
-    return paper.ImdbRnn(embedding_table(load_glove(paper.VOCABULARY)), activation)
+    return paper.ImdbRnn(embedding_table(load_glove(VOCABULARY)), activation)
 
 
 def _with_head(layers: list[nn.Module], shape: Shape, outputs: int) -> nn.Module:

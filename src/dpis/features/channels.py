@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpis.accounting import Release
 from dpis.errors import InputError
-from dpis.paper.models import SCATTER_CHANNELS
+from dpis.features.scattering import SCATTER_CHANNELS
 
 MEAN, SQUARE = "channel-mean", "channel-square"
 """The labels of the two releases."""

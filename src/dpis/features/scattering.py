@@ -22,6 +22,9 @@ from dpis.features.filters import Array, kept_frequencies, lowpass_spectrum, wav
 FORMAT = "dpis scattering 1"
 """Part of the cache's key. Raise the number whenever features change in value or order."""
 
+SCATTER_CHANNELS = 81
+"""For each channel of an image, with two scales and eight angles."""
+
 CHUNK_PIXELS = 20 << 10
 """Padded pixels transformed at once on a CPU: few enough for the intermediate maps (100 times as many
 numbers) to stay in its caches, and in memory that is used again. Other devices take 64 times as many."""

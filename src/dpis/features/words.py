@@ -20,6 +20,9 @@ __all__ = ["bag_features", "embedding_table", "tokenise", "word_sequences"]
 PADDING, UNKNOWN, FIRST_WORD = 0, 1, 2
 """Codes in word sequences; the vocabulary's first word has code ``FIRST_WORD``."""
 
+VOCABULARY = 20_000
+"""Words of the text network. The paper counted them on the reviews; here they are the most frequent in public text."""
+
 FORMAT = "word-sequences-1"
 """Part of the cache's key. Raise the number whenever sequences change."""
 

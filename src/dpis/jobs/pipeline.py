@@ -24,10 +24,9 @@ from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
 from dpis.features.channels import ChannelScale
 from dpis.features.standalone import scattering_source
-from dpis.features.words import bag_features, word_sequences
+from dpis.features.words import VOCABULARY, bag_features, word_sequences
 from dpis.jobs import plain_table
 from dpis.models import Inputs
-from dpis.paper.models import VOCABULARY
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image."""

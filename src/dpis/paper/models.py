@@ -12,38 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dpis.features.scattering import SCATTER_CHANNELS
+
 Activation = Callable[[], nn.Module]
 
 CLASSES = 10
-VOCABULARY = 20_000
-"""Words of the text network. The paper counted them on the reviews; here they are the most frequent in public text."""
-
-SCATTER_CHANNELS = 81
-"""Of a scattering transform with J=2 and 8 angles, for each channel of the image."""
-
-
-class TemperedSigmoid(nn.Module):
-    """``scale · sigmoid(temperature · x) − offset``; the defaults make it the tanh.
-
-    Reference: Papernot et al., Tempered Sigmoid Activations for Deep Learning with Differential
-    Privacy, AAAI 2021.
-    """
-
-    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
-        super().__init__()
-        self.scale, self.temperature, self.offset = scale, temperature, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the function to every entry."""
-        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
-
-
-def group_normalisation(channels: int = SCATTER_CHANNELS, groups: int = 27) -> nn.Module:
-    """Scatter features with every group of channels centred and scaled, record by record.
-
-    A record's features depend on that record alone, so this costs no privacy.
-    """
-    return nn.GroupNorm(groups, channels, affine=False)
 
 
 def pixel_cnn_mnist(activation: Activation = nn.Tanh, classes: int = CLASSES) -> nn.Module:
@@ -89,15 +62,10 @@ def pixel_cnn_cifar10(activation: Activation = nn.Tanh, classes: int = CLASSES) 
     )
 
 
-def scatter_cnn_mnist(
-    activation: Activation = nn.Tanh,
-    normalisation: nn.Module | None = None,
-    classes: int = CLASSES,
-) -> nn.Module:
+def scatter_cnn_mnist(activation: Activation = nn.Tanh, classes: int = CLASSES) -> nn.Module:
     """Scatter features of MNIST or Fashion-MNIST, ``[records, 81, 7, 7]``; 33,066 parameters."""
     return keras_initialised(
         nn.Sequential(
-            *_maybe(normalisation),
             nn.Conv2d(SCATTER_CHANNELS, 16, 3, stride=2, padding=1),
             activation(),
             nn.Conv2d(16, 32, 3, padding=1),
@@ -110,18 +78,13 @@ def scatter_cnn_mnist(
     )
 
 
-def scatter_cnn_cifar10(
-    activation: Activation = nn.Tanh,
-    normalisation: nn.Module | None = None,
-    classes: int = CLASSES,
-) -> nn.Module:
+def scatter_cnn_cifar10(activation: Activation = nn.Tanh, classes: int = CLASSES) -> nn.Module:
     """Scatter features of CIFAR-10, ``[records, 243, 8, 8]``; 187,210 parameters.
 
     It starts as PyTorch starts it. As Keras would, from more than twice as far, each of its first activations would add
     up 2,187 inputs to a tanh that is saturated.
     """
     return nn.Sequential(
-        *_maybe(normalisation),
         nn.Conv2d(3 * SCATTER_CHANNELS, 64, 3, padding=1),
         activation(),
         nn.MaxPool2d(2),
@@ -129,20 +92,6 @@ def scatter_cnn_cifar10(
         activation(),
         nn.Flatten(),
         nn.Linear(64 * 4 * 4, classes),
-    )
-
-
-def scatter_linear(
-    channels: int = SCATTER_CHANNELS,
-    size: int = 7,
-    normalisation: nn.Module | None = None,
-    classes: int = CLASSES,
-) -> nn.Module:
-    """One linear layer on scatter features ``[records, channels, size, size]``."""
-    return keras_initialised(
-        nn.Sequential(
-            *_maybe(normalisation), nn.Flatten(), nn.Linear(channels * size * size, classes)
-        )
     )
 
 
@@ -201,7 +150,3 @@ def _initialise_lstm(lstm: nn.LSTM) -> None:
             nn.init.zeros_(parameter)
             if name.startswith("bias_ih"):
                 parameter[forget] = 1.0
-
-
-def _maybe(layer: nn.Module | None) -> list[nn.Module]:
-    return [] if layer is None else [layer]
