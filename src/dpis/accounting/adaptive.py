@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dpis import defaults
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import PoissonGaussian
@@ -112,7 +113,7 @@ def plan_adaptive(
     budget: Budget,
     workload: Workload,
     *,
-    a_e: float = 0.8,
+    a_e: float = defaults.A_E,
     pi_cap: float = 0.5,
     order: int | None = None,
     adjacency: Adjacency = Adjacency.ADD_REMOVE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from dpis import defaults
 from dpis.accounting import Accountant, AdaptivePlan, Budget, CountSource, Release
 from dpis.errors import InputError
 from dpis.features.channels import channel_releases
@@ -90,12 +91,12 @@ def make_config(options: JobOptions, method: Method, kind: ModelKind, source: So
         epochs=DEFAULT_EPOCHS if options.epochs is None else options.epochs,
         kappa=options.kappa,
         equivalent_batch=options.equivalent_batch,
-        headroom=said_or(options.k, 5.0),
+        headroom=said_or(options.k, defaults.HEADROOM),
         floor=said_or(options.g_l, 0.05),
         contribution=Contribution.parse(said_or(options.contribution, "weight")),
         clip_norm=clip_norm,
         clipping=clipping,
-        a_e=said_or(options.a_e, 0.8),
+        a_e=said_or(options.a_e, defaults.A_E),
         norm_sum=NormSum.parse(said_or(options.norm_sum, "full-pass")),
         decay_rate=said_or(options.decay_rate, 0.005),
         accountant=Accountant.parse(said_or(options.accountant, "pld")),

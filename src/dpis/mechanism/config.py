@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dpis import defaults
 from dpis.accounting import Accountant, CountSource, Release
 from dpis.choices import chosen
 from dpis.errors import InputError
@@ -137,12 +138,12 @@ class Config:
     epochs: int
     kappa: float | str | tuple[float, ...] | None = None
     equivalent_batch: float | None = None
-    headroom: float = 5.0
+    headroom: float = defaults.HEADROOM
     floor: float = 0.05
     contribution: Contribution = Contribution.WEIGHT
     clip_norm: float = 1.0
     clipping: AdaptiveClipping | None = None
-    a_e: float = 0.8
+    a_e: float = defaults.A_E
     pi_cap: float = 0.5
     norm_sum: NormSum = NormSum.FULL_PASS
     decay_rate: float = 0.005

@@ -11,7 +11,6 @@ from dpis.accounting.verify import COUNT
 from dpis.errors import DpisError
 from dpis.report.charts import STYLES, Chart, Series
 from dpis.report.rows import (
-    PAPER,
     Row,
     clips_adaptively,
     counted,
@@ -21,6 +20,7 @@ from dpis.report.rows import (
 )
 from dpis.reproduce import published
 from dpis.reproduce.noise_causes import NoiseCauses, noise_causes, workload_of
+from dpis.reproduce.settings import PAPER
 
 
 def method_style(method: str) -> int:

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dpis import defaults
 from dpis.reproduce import published
+from dpis.reproduce.settings import UNIFORM
 
 Row = Mapping[str, Any]
 """One line of results/*.jsonl."""
-
-PAPER = "paper"
-"""The recipe that follows the paper; any other goes beyond it."""
 
 RECIPES = {
     "adaptive-clipping": "",
@@ -26,12 +25,12 @@ RECIPES = {
     "large-batch": "a larger equivalent batch",
     "linear": "a linear model on scatter features",
     "raw-pixels": "a network on pixels",
-    "same-schedule-uniform": "the same schedule, but uniform sampling (k = inf)",
+    UNIFORM: "the same schedule, but uniform sampling (k = inf)",
     "views": "scatter features of several fixed views of every image",
 }
 """What the names of recipes mean; those with nothing to say are the paper's own."""
 
-DEFAULTS = {"a_e": 0.8, "k": 5.0}
+DEFAULTS = {"a_e": defaults.A_E, "k": defaults.HEADROOM}
 """What `dpis train` takes where a row's options say nothing."""
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpis.report.rows import (
-    PAPER,
     RECIPES,
     Measured,
     Row,
@@ -19,6 +18,7 @@ from dpis.report.rows import (
 )
 from dpis.reproduce import published
 from dpis.reproduce.published import Grid
+from dpis.reproduce.settings import PAPER
 
 ACCOUNTS = {
     "rdp": "Accounted by RDP, as the paper: a released count of records is charged to every method",

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_type_hints
 
 from dpis.errors import InputError
 from dpis.jobs.options import JobOptions
-from dpis.reproduce import settings
-from dpis.reproduce.settings import DELTA, PAPER, RECORDS, TABLE_3, Recipe
+from dpis.reproduce import published, settings
+from dpis.reproduce.published import DELTA
+from dpis.reproduce.settings import PAPER, RECORDS, TABLE_3, Recipe
 
 TABLES = ("table3", "table4", "table5", "table6", "figure1")
 
@@ -253,48 +254,42 @@ def _table_3(seed: int) -> Iterator[Cell]:
                 yield _cell("table3", dataset, recipe, None, None, seed)
                 continue
             for accountant in recipe.accountants:
-                for epsilon in settings.EPSILONS:
+                for epsilon in published.TABLE_3_EPSILONS:
                     yield _cell("table3", dataset, recipe, epsilon, accountant, seed)
 
 
 def _table_4(seed: int) -> Iterator[Cell]:
     for dataset in TABLE_3:
         for name, change in settings.ablations_of_clipping(dataset).items():
-            for epsilon in settings.CLIPPING_EPSILONS:
+            for epsilon in published.TABLE_4_EPSILONS:
                 recipe = settings.paper_dpis(dataset)
                 yield _cell("table4", dataset, recipe, epsilon, "rdp", seed, name, change)
 
 
 def _table_5(seed: int) -> Iterator[Cell]:
     for dataset in TABLE_3:
-        for a_e in settings.A_E:
-            recipe = settings.paper_dpis(dataset)
-            yield _cell(
-                "table5",
-                dataset,
-                recipe,
-                settings.ABLATION_EPSILON,
-                "rdp",
-                seed,
-                PAPER,
-                {"a_e": a_e},
-            )
+        for a_e in published.TABLE_5_A_E:
+            yield _ablation("table5", dataset, seed, {"a_e": a_e})
 
 
 def _table_6(seed: int) -> Iterator[Cell]:
     for dataset in TABLE_3:
-        for k in settings.HEADROOMS:
-            recipe = settings.paper_dpis(dataset)
-            yield _cell(
-                "table6", dataset, recipe, settings.ABLATION_EPSILON, "rdp", seed, PAPER, {"k": k}
-            )
+        for k in published.TABLE_6_K:
+            yield _ablation("table6", dataset, seed, {"k": k})
+
+
+def _ablation(table: str, dataset: str, seed: int, change: settings.Options) -> Cell:
+    """The paper's DPIS with one option changed."""
+    recipe, epsilon = settings.paper_dpis(dataset), published.TABLE_5_6_EPSILON
+    return _cell(table, dataset, recipe, epsilon, "rdp", seed, PAPER, change)
 
 
 def _figure_1(seed: int) -> Iterator[Cell]:
     """DPIS must run, since its noise follows what it releases; the competitors' noise follows from their plans."""
-    for epsilon in settings.FIGURE_1_EPSILONS:
-        recipe = settings.paper_dpis("fmnist")
-        yield _cell("figure1", "fmnist", recipe, epsilon, "rdp", seed, PAPER, settings.FIGURE_1)
+    dataset = published.FIGURE_1_DATASET
+    recipe = settings.paper_dpis(dataset)
+    for epsilon in published.FIGURE_1_EPSILONS:
+        yield _cell("figure1", dataset, recipe, epsilon, "rdp", seed, PAPER, settings.FIGURE_1)
 
 
 _CELLS = {

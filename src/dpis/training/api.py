@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset, default_collate
 
+from dpis import defaults
 from dpis.accounting import Accountant, CountSource
 from dpis.errors import InputError
 from dpis.gradients import guards
@@ -52,12 +53,12 @@ def train(
     batch_size: int = 256,
     kappa: float | str | Sequence[float] | None = None,
     equivalent_batch: float | None = None,
-    headroom: float = 5.0,
+    headroom: float = defaults.HEADROOM,
     floor: float = 0.05,
     contribution: str = "weight",
     clip_norm: float = 1.0,
     clipping: AdaptiveClipping | None = None,
-    a_e: float = 0.8,
+    a_e: float = defaults.A_E,
     pi_cap: float = 0.5,
     norm_sum: str = "full-pass",
     decay_rate: float = 0.005,
