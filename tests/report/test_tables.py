@@ -168,7 +168,8 @@ def test_a_verdict_counts_cells_and_names_those_below():
         row(method="sgd", epsilon=None, test_accuracy=0.90),
     ]
     assert verdict(sections(rows)[0]) == (
-        "1 of 3 cells that were run are at or above the paper's. Below: Fashion-MNIST, DP-SGD-HF, "
+        "1 of 2 private cells and 0 of 1 non-private cells that were run are at or above the paper's. "
+        "Below: Fashion-MNIST, DP-SGD-HF, "
         "ε\u00a0=\u00a01, RDP (−6.00); Fashion-MNIST, non-private (−0.90)."
     )
     assert verdict(sections([])[0]) == ""

@@ -85,20 +85,31 @@ class Section:
 
 
 def verdict(section: Section) -> str:
-    """How many cells reach the paper's figure, and which do not: a sentence or two; nothing if none was run."""
-    compared = {
+    """How many cells reach the paper's figure, private and not, and which do not; nothing if none was run."""
+    private, others = _compared(section, private=True), _compared(section, private=False)
+    counts = [
+        f"{sum(difference >= 0 for difference in cells.values())} of {len(cells)} {kind} cells"
+        for kind, cells in (("private", private), ("non-private", others))
+        if cells
+    ]
+    if not counts:
+        return ""
+    below = [f"{where} ({signed(d)})" for where, d in (private | others).items() if d < 0]
+    reached = f"{' and '.join(counts)} that were run are at or above the paper's."
+    return reached + (f" Below: {'; '.join(below)}." if below else "")
+
+
+def _compared(section: Section, *, private: bool) -> dict[str, float]:
+    """Ours less the paper's, by place. What is not private stands in every block, and counts once."""
+    return {
         _place(block, table, line, head): difference
         for block in section.blocks
         for table in block.tables
         for line in table.lines
+        if line.private is private
         for head, cell in zip(table.heads, line.cells, strict=True)
         if (difference := cell.difference) is not None
     }
-    below = [f"{where} ({signed(less)})" for where, less in compared.items() if less < 0]
-    if not compared:
-        return ""
-    reached = f"{len(compared) - len(below)} of {len(compared)} cells that were run are at or above the paper's."
-    return reached + (f" Below: {'; '.join(below)}." if below else "")
 
 
 def _place(block: Block, table: Table, line: Line, head: str) -> str:
