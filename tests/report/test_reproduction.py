@@ -2,7 +2,9 @@ import re
 
 import pytest
 
+from dpis.errors import InputError
 from dpis.report import render_page, render_text
+from dpis.report.charts import figure
 from dpis.report.reproduction_figures import (
     causes_of,
     epsilon_charts,
@@ -88,8 +90,26 @@ def test_noise_is_split_where_the_row_says_enough(rows):
     assert [len(chart.series) for chart in charts] == [3, 3, 3]
     assert "the other" in charts[2].note
     assert "The paper states 0.81 to 0.42" in charts[2].note
-    assert causes_of(row(method="dpis-adaptive")) is None
-    assert causes_of(row(method="dpis-adaptive", history=[{"kappa": "much"}])) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"history": []}, "without epochs"),
+        ({"claim": None}, "epsilon must be a number, found None"),
+        ({"history": [{"sampling_rate": 0.1, "kappa": "much"}]}, "kappa must be a number"),
+        ({"options": {"normalise": "channel"}}, "channel statistics"),
+    ],
+    ids=str,
+)
+def test_a_run_whose_noise_cannot_be_explained_says_why(changes, why):
+    made = {"history": adaptive_history(4.0), **changes}
+    odd = row(method="dpis-adaptive", epsilon=4.0, **made)
+    with pytest.raises(InputError, match=why):
+        causes_of(odd)
+    if made["history"]:
+        chart = list(noise_charts([odd]))[2]
+        assert re.search(f"Not drawn, .* seed 1: .*{why}", str(figure(chart)))
 
 
 def test_rows_of_the_figure_itself_come_first():

@@ -46,7 +46,7 @@ class Chart:
     Attributes:
         key: unique in the page; letters, digits and hyphens.
         title: what is shown.
-        note: what to see in it, in a sentence.
+        note: what to see in it, in a sentence; or why there is nothing.
         x: name of the axis.
         y: name of the axis.
         lines: points are joined.
@@ -74,7 +74,8 @@ def figure(chart: Chart) -> Markup:
     drawn = [series for series in chart.series if series.points]
     heading = tag("h3", chart.title)
     if not drawn:
-        return tag("figure", heading, tag("p", "Nothing to draw yet: not run.", class_="absent"))
+        why = chart.note or "Nothing to draw yet: not run."
+        return tag("figure", heading, tag("p", why, class_="absent"))
     several = len(drawn) > 1
     return tag(
         "figure",

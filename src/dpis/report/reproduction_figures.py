@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from dpis.accounting import Budget, Cadence, Release, plan_adaptive
+from dpis.accounting import Budget, Cadence, Release, Workload, plan_adaptive
 from dpis.accounting.adaptive import count_noise_multiplier
 from dpis.accounting.verify import COUNT
-from dpis.errors import DpisError
+from dpis.errors import DpisError, InputError
 from dpis.report.charts import STYLES, Chart, Series
 from dpis.report.rows import (
     Row,
     clips_adaptively,
-    counted,
     measured,
     method_name,
     option,
+    select,
 )
 from dpis.reproduce import published
 from dpis.reproduce.noise_causes import NoiseCauses, noise_causes, workload_of
@@ -35,8 +36,8 @@ def method_style(method: str) -> int:
 def noise_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """sigma_G by epoch, and which part of its fall has which cause; one chart an epsilon of the paper's Figure 1."""
     for epsilon in published.FIGURE_1_EPSILONS:
-        row = _noise_row(rows, epsilon)
-        causes = None if row is None else causes_of(row)
+        row = _run_of_dpis(rows, published.FIGURE_1_DATASET, epsilon, ("figure1", "table3"))
+        series, note = ([], None) if row is None else _explained(row, epsilon)
         title = f"Noise by epoch, {published.DATASETS[published.FIGURE_1_DATASET]}, ε\u00a0=\u00a0{epsilon:g}"
         yield Chart(
             key=f"noise-{epsilon:g}".replace(".", "-"),
@@ -45,48 +46,75 @@ def noise_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             y="noise multiplier sigma_G",
             epochs=True,
             y_from_zero=True,
-            series=() if causes is None else _noise_series(causes),
-            note=None if causes is None or row is None else _noise_note(row, causes, epsilon),
+            series=series,
+            note=note,
         )
 
 
-def _noise_row(rows: Sequence[Row], epsilon: float) -> Row | None:
-    fitting = [
-        row
-        for row in rows
-        if counted(row)
-        and row.get("method") == "dpis-adaptive"
-        and row.get("dataset") == published.FIGURE_1_DATASET
-        and row.get("epsilon") == epsilon
-        and row.get("recipe") == PAPER
-        and row.get("history")
-        and row.get("table") in ("figure1", "table3")
-    ]
-    return min(
-        fitting, key=lambda row: (row["table"] != "figure1", row.get("seed") or 0), default=None
-    )
+def _run_of_dpis(
+    rows: Sequence[Row], dataset: str, epsilon: float, tables: Sequence[str]
+) -> Row | None:
+    """The paper's DPIS with what it released by epoch: the first seed, of the first table that has one."""
+    for table in tables:
+        same = select(
+            rows,
+            table=table,
+            dataset=dataset,
+            method="dpis-adaptive",
+            recipe=PAPER,
+            epsilon=epsilon,
+        )
+        told = [row for row in same if row.get("history")]
+        if told:
+            return min(told, key=lambda row: row.get("seed") or 0)
+    return None
 
 
-def causes_of(row: Row) -> NoiseCauses | None:
-    """The two causes of an adaptive row's noise; None where the row does not say enough."""
-    if option(row, "normalise") == "channel":  # releases of its own, which a row does not tell
-        return None
+def _explained(row: Row, epsilon: float) -> tuple[list[Series], str]:
+    """The lines of a noise chart and what to see in them; or no lines, and why not."""
     try:
-        claim, history = row["claim"], row["history"]
-        budget = Budget(float(claim["epsilon"]), float(claim["delta"]))
-        pairs = [(float(e["sampling_rate"]), float(e["kappa"])) for e in history]
-        workload = workload_of(int(claim["n_public"]), pairs)
-        releases: tuple[Release, ...] = ()
-        if claim.get("n_public_source") == "released":
-            releases += (Release(COUNT, count_noise_multiplier(workload.n_public)),)
-        cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * clips_adaptively(row)
-        order = plan_adaptive(
-            budget, workload, releases=releases, norm_releases_per_epoch=cadences
-        ).order
-        sigmas = [float(e["grad_noise_multiplier"]) for e in history]
-        return noise_causes(budget, workload, order, [kappa for _, kappa in pairs], sigmas)
-    except (KeyError, TypeError, ValueError, DpisError):
-        return None
+        causes = causes_of(row)
+    except DpisError as error:
+        return (
+            [],
+            f"Not drawn, since the causes cannot be told from the run of seed {row.get('seed')}: {error}.",
+        )
+    return _noise_series(causes), _noise_note(row, causes, epsilon)
+
+
+def causes_of(row: Row) -> NoiseCauses:
+    """The two causes of an adaptive row's noise.
+
+    Raises:
+        InputError: The row does not say enough.
+    """
+    if option(row, "normalise") == "channel":
+        raise InputError("channel statistics were released too, at a cost that a row does not tell")
+    claim, history = row.get("claim") or {}, row.get("history") or []
+    budget = Budget(_number(claim, "epsilon"), _number(claim, "delta"))
+    rates, kappas, sigmas = (
+        [_number(epoch, name) for epoch in history]
+        for name in ("sampling_rate", "kappa", "grad_noise_multiplier")
+    )
+    workload = workload_of(int(_number(claim, "n_public")), list(zip(rates, kappas, strict=True)))
+    return noise_causes(budget, workload, _filter_order(row, budget, workload), kappas, sigmas)
+
+
+def _number(said: Mapping[str, Any], name: str) -> float:
+    value = said.get(name)
+    if not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, found {value!r}")
+    return float(value)
+
+
+def _filter_order(row: Row, budget: Budget, workload: Workload) -> int:
+    """The Renyi order of the run's filter, which follows from its public plan."""
+    releases = []
+    if row["claim"].get("n_public_source") == "released":
+        releases.append(Release(COUNT, count_noise_multiplier(workload.n_public)))
+    cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * clips_adaptively(row)
+    plan = plan_adaptive(budget, workload, releases=releases, norm_releases_per_epoch=cadences)
+    return plan.order
 
 
 def _noise_series(causes: NoiseCauses) -> list[Series]:
@@ -130,48 +158,38 @@ def epsilon_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     for dataset, shown in published.DATASETS.items():
         grids = published.TABLE_3[dataset]
         rival = "dp-sgd-hf" if "dp-sgd-hf" in grids else "dp-sgd-decay"
-        series = []
-        for method in ("dpis-adaptive", rival, "dp-sgd"):
-            name, style = published.METHODS[method], method_style(method)
-            ours = _means_by_epsilon(rows, dataset, method)
-            label = name.removeprefix("DP-SGD-")
-            paper = list(zip(grids[method].values, grids[method].figures, strict=True))
-            series.append(Series(f"{name}, ours", ours, label, style=style, dashed=False))
-            series.append(
-                Series(
-                    f"{name}, paper",
-                    paper,
-                    "" if ours else label,
-                    style=style,
-                    hollow=True,
-                    dashed=False,
-                )
-            )
         yield Chart(
             key=f"epsilon-{dataset}",
             title=f"{shown}: accuracy by epsilon",
             x="epsilon",
             y="test accuracy, %",
-            series=series,
+            series=[
+                series
+                for method in ("dpis-adaptive", rival, "dp-sgd")
+                for series in _ours_and_the_papers(rows, dataset, method)
+            ],
             x_ticks=published.TABLE_3_EPSILONS,
         )
 
 
+def _ours_and_the_papers(rows: Sequence[Row], dataset: str, method: str) -> tuple[Series, Series]:
+    name, style = published.METHODS[method], method_style(method)
+    label, grid = name.removeprefix("DP-SGD-"), published.TABLE_3[dataset][method]
+    ours = _means_by_epsilon(rows, dataset, method)
+    paper = list(zip(grid.values, grid.figures, strict=True))
+    own_label = "" if ours else label
+    return (
+        Series(f"{name}, ours", ours, label, style=style, dashed=False),
+        Series(f"{name}, paper", paper, own_label, style=style, hollow=True, dashed=False),
+    )
+
+
 def _means_by_epsilon(rows: Sequence[Row], dataset: str, method: str) -> list[tuple[float, float]]:
-    mine = [
-        row
-        for row in rows
-        if counted(row)
-        and (row.get("table"), row.get("recipe")) == ("table3", PAPER)
-        and (row.get("dataset"), row.get("method")) == (dataset, method)
-        and row.get("accountant") == "rdp"
-    ]
-    found = []
-    for epsilon in sorted({row["epsilon"] for row in mine}):
-        result = measured(row for row in mine if row["epsilon"] == epsilon)
-        if result is not None:
-            found.append((float(epsilon), result.mean))
-    return found
+    mine = select(
+        rows, table="table3", dataset=dataset, method=method, recipe=PAPER, accountant="rdp"
+    )
+    results = {e: measured(select(mine, epsilon=e)) for e in sorted({r["epsilon"] for r in mine})}
+    return [(float(e), result.mean) for e, result in results.items() if result is not None]
 
 
 # ── kappa ────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,33 +198,7 @@ def _means_by_epsilon(rows: Sequence[Row], dataset: str, method: str) -> list[tu
 def kappa_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Norm utilisation by epoch of the adaptive runs, a chart a data set and a line an epsilon."""
     for dataset, shown in published.DATASETS.items():
-        series = []
-        for style, epsilon in enumerate(published.TABLE_3_EPSILONS):
-            fitting = [
-                row
-                for row in rows
-                if counted(row)
-                and (row.get("method"), row.get("dataset")) == ("dpis-adaptive", dataset)
-                and (row.get("epsilon"), row.get("recipe")) == (epsilon, PAPER)
-                and row.get("table") in ("table3", "figure1")
-                and row.get("history")
-            ]
-            if not fitting:
-                continue
-            row = min(fitting, key=lambda row: (row["table"] != "table3", row.get("seed") or 0))
-            points = [
-                (float(e["epoch"]), float(e["kappa"]))
-                for e in row["history"]
-                if e.get("kappa") is not None
-            ]
-            series.append(
-                Series(
-                    f"ε\u00a0=\u00a0{epsilon:g}, seed {row.get('seed')}",
-                    points,
-                    f"{epsilon:g}",
-                    style=style,
-                )
-            )
+        series = list(_kappa_series(rows, dataset))
         if series:
             yield Chart(
                 key=f"kappa-{dataset}",
@@ -219,27 +211,49 @@ def kappa_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             )
 
 
+def _kappa_series(rows: Sequence[Row], dataset: str) -> Iterator[Series]:
+    for style, epsilon in enumerate(published.TABLE_3_EPSILONS):
+        row = _run_of_dpis(rows, dataset, epsilon, ("table3", "figure1"))
+        if row is None:
+            continue
+        told = [epoch for epoch in row["history"] if epoch.get("kappa") is not None]
+        yield Series(
+            f"ε\u00a0=\u00a0{epsilon:g}, seed {row.get('seed')}",
+            [(float(epoch["epoch"]), float(epoch["kappa"])) for epoch in told],
+            f"{epsilon:g}",
+            style=style,
+        )
+
+
 # ── work ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+Kind = tuple[str, str, str]
+"""Method, recipe and accountant."""
 
 
 def work_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Accuracy against gradients computed, at the epsilon with the most kinds of runs; a chart a data set."""
     for dataset, shown in published.DATASETS.items():
-        by_epsilon: dict[float, dict[tuple[str, str, str], list[Row]]] = {}
-        for row in rows:
-            work = row.get("gradient_evaluations")
-            here = (row.get("table"), row.get("dataset")) == ("table3", dataset) and counted(row)
-            if here and row.get("epsilon") is not None and isinstance(work, int) and work > 0:
-                kind = (row["method"], row["recipe"], str(row.get("accountant")))
-                by_epsilon.setdefault(row["epsilon"], {}).setdefault(kind, []).append(row)
-        if not by_epsilon:
-            continue
-        epsilon = max(by_epsilon, key=lambda e: (len(by_epsilon[e]), -abs(e - 1)))
-        yield _work_chart(dataset, shown, epsilon, by_epsilon[epsilon])
+        by_epsilon = _kinds_by_epsilon(select(rows, table="table3", dataset=dataset))
+        if by_epsilon:
+            epsilon = max(by_epsilon, key=lambda e: (len(by_epsilon[e]), -abs(e - 1)))
+            yield _work_chart(dataset, shown, epsilon, by_epsilon[epsilon])
+
+
+def _kinds_by_epsilon(rows: Sequence[Row]) -> dict[float, dict[Kind, list[Row]]]:
+    """Rows with a budget that say how many gradients were computed."""
+    found: dict[float, dict[Kind, list[Row]]] = {}
+    for row in rows:
+        work = row.get("gradient_evaluations")
+        if row.get("epsilon") is not None and isinstance(work, int) and work > 0:
+            kind = (row["method"], row["recipe"], str(row.get("accountant")))
+            found.setdefault(row["epsilon"], {}).setdefault(kind, []).append(row)
+    return found
 
 
 def _work_chart(
-    dataset: str, shown: str, epsilon: float, kinds: dict[tuple[str, str, str], list[Row]]
+    dataset: str, shown: str, epsilon: float, kinds: Mapping[Kind, Sequence[Row]]
 ) -> Chart:
     series = []
     for (method, recipe, account), group in sorted(kinds.items()):

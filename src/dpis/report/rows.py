@@ -68,6 +68,33 @@ def counted(row: Row) -> bool:
     )
 
 
+def select(
+    rows: Iterable[Row],
+    *,
+    table: str | None = None,
+    dataset: str | None = None,
+    method: str | None = None,
+    recipe: str | None = None,
+    epsilon: float | None = None,
+    accountant: str | None = None,
+) -> list[Row]:
+    """Rows that count and say this; what is None may be anything."""
+    asked = {
+        "table": table,
+        "dataset": dataset,
+        "method": method,
+        "recipe": recipe,
+        "epsilon": epsilon,
+        "accountant": accountant,
+    }
+    wanted = {name: value for name, value in asked.items() if value is not None}
+    return [
+        row
+        for row in rows
+        if counted(row) and all(row.get(name) == value for name, value in wanted.items())
+    ]
+
+
 def measured(rows: Iterable[Row]) -> Measured | None:
     """Mean and spread over seeds, of one setting: that of the last row. None without rows."""
     every = list(rows)
