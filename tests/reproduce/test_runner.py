@@ -226,6 +226,16 @@ def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path
     assert not load_rows(results.folder)
 
 
+def test_a_run_is_taken_up_by_the_code_that_began_it_alone(tmp_path, monkeypatch):
+    folders = set()
+    for commit in ("one", "another"):
+        monkeypatch.setattr(runner, "_commit", lambda commit=commit: commit)
+        row, _ = runner.run_cell(cell(), tmp_path)
+        assert row["commit"] == commit
+        folders |= {path for path in tmp_path.iterdir() if path.is_dir()}
+    assert len(folders) == 2
+
+
 def _until(happened, seconds=60.0):
     end = time.monotonic() + seconds
     while not happened():

@@ -50,7 +50,8 @@ def run_missing(
     Args:
         cells: what is wanted.
         results: where rows are and go.
-        runs: the folder for run folders. One that was interrupted is taken up.
+        runs: the folder for run folders. One that was interrupted is taken up by the code that began it alone: a row
+            names one commit.
         processes: how many cells at once; each has its share of the cores.
         budget_minutes: of wall time.
         say: tells a person.
@@ -124,7 +125,7 @@ def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
     from dpis.training.progress import Silent
 
     commit = _commit()
-    folder = runs / f"{cell.folder_name}-{hashlib.sha256(cell.key.encode()).hexdigest()[:8]}"
+    folder = runs / f"{cell.folder_name}-{_short_hash(cell.key, commit)}"
     runs.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f"{folder.name}.lock")
     beside.touch()
@@ -212,6 +213,10 @@ def _processor() -> str:
         return platform.processor() or "unknown processor"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown processor"
+
+
+def _short_hash(*words: str) -> str:
+    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
 
 
 def _name(cell: Cell) -> str:
