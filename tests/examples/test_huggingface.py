@@ -56,15 +56,15 @@ def hugging_face(folder: Path, privacy: Privacy = PRIVACY, **settings: Any) -> A
 def test_hugging_face_steps_are_accounted(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
+    output = trainer.train()
     assert len(trainer.privacy_engine.accountant) == trainer.state.global_step == 8
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     logged = [key for entry in trainer.state.log_history for key in entry]
     assert "epsilon" in logged
-    from dpis.integrations.huggingface import PRIVATE_VALUES
-
-    assert not set(logged) & set(PRIVATE_VALUES)
+    assert set(logged) <= {"learning_rate", "epoch", "step", "epsilon"}
+    assert set(output.metrics) <= {"epoch", "epsilon"}
     assert trainer.state.total_flos == 0
+    assert trainer.state.num_input_tokens_seen == 0
     assert "eval_loss" in trainer.evaluate()
 
 
@@ -94,14 +94,25 @@ def test_hugging_face_empty_batches_are_steps(tmp_path: Path) -> None:
         {"bf16": True},
         {"dataloader_drop_last": True},
         {"label_smoothing_factor": 0.1},
+        {"include_num_input_tokens_seen": True},
+        {"include_num_input_tokens_seen": "all"},
+        {"include_num_input_tokens_seen": "non_padding"},
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=lambda settings: "-".join(map(str, *settings.items())),
 )
 def test_hugging_face_settings_that_break_the_guarantee_are_refused(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match="not supported in a private run"):
         hugging_face(tmp_path, **settings)
+
+
+@quiet
+def test_hugging_face_settings_that_change_before_training_are_refused_too(tmp_path: Path) -> None:
+    trainer = hugging_face(tmp_path)
+    trainer.args.include_num_input_tokens_seen = "all"
+    with pytest.raises(InputError, match="how many records were drawn"):
+        trainer.train()
 
 
 @quiet

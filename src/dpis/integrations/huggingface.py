@@ -30,8 +30,12 @@ else:
     except ImportError:  # the module can still be read about
         Trainer = object
 
-PRIVATE_VALUES = ("loss", "grad_norm", "train_loss", "total_flos", "num_input_tokens_seen")
-"""What a Trainer logs and writes into its checkpoints that was computed from the training data without noise."""
+PRIVATE_VALUES = ("loss", "grad_norm", "total_flos", "num_input_tokens_seen")
+PRIVATE_PREFIX = "train_"
+"""What a Trainer logs and writes into its checkpoints that was computed from the training data without noise.
+
+With the prefix come loss, times, memory, and speeds, which are made from the true number of records.
+"""
 
 
 class PrivateTrainer(Trainer):
@@ -71,7 +75,9 @@ class PrivateTrainer(Trainer):
         if Trainer is object:
             raise InputError("transformers is not installed: pip install 'dpis[huggingface]'")
         super().__init__(*args, **kwargs)
-        _refuse_settings(self.args, kwargs)
+        _refuse_settings(self.args)
+        if kwargs.get("compute_loss_func") is not None:
+            refuse({"compute_loss_func": "it normalises over the batch; give row_losses"})
         self.privacy = privacy
         self.privacy_engine = PrivacyEngine()
         self._row_losses = row_losses or classification_losses
@@ -80,7 +86,7 @@ class PrivateTrainer(Trainer):
         self._private_optimizer: PrivateOptimizer | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, once."""
+        """Train, once. The metrics that are returned, for ``save_metrics``, are the public ones."""
         if resume_from_checkpoint:
             raise InputError(
                 "resume_from_checkpoint is not supported in a private run: a checkpoint of Trainer knows nothing of "
@@ -91,7 +97,9 @@ class PrivateTrainer(Trainer):
                 "this trainer has spent its plan: a second run on the same data spends again. Make a new "
                 "PrivateTrainer, and add its epsilon to the first one's"
             )
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        _refuse_settings(self.args)  # they may have been changed
+        output = super().train(*args, **kwargs)  # type: ignore[misc]
+        return output._replace(metrics=_public(output.metrics))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The private loader: here model and optimizer become private, too."""
@@ -175,13 +183,21 @@ class PrivateTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what is public, and epsilon."""
-        public = {key: value for key, value in logs.items() if key not in PRIVATE_VALUES}
+        public = _public(logs)
         if self._private is not None:
             public["epsilon"] = self.privacy_engine.get_epsilon(self.privacy.target_delta)
         super().log(public, *args, **kwargs)  # type: ignore[misc]
 
 
-def _refuse_settings(args: Any, kwargs: dict[str, Any]) -> None:
+def _public(logs: dict[str, float]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in logs.items()
+        if name not in PRIVATE_VALUES and not name.startswith(PRIVATE_PREFIX)
+    }
+
+
+def _refuse_settings(args: Any) -> None:
     problems = {}
     if args.gradient_accumulation_steps != 1:
         problems[f"gradient_accumulation_steps={args.gradient_accumulation_steps}"] = (
@@ -193,6 +209,11 @@ def _refuse_settings(args: Any, kwargs: dict[str, Any]) -> None:
             problems[f"{name}=True"] = (
                 "rounded norms would not bound a record's contribution; use float32"
             )
+    tokens_seen = getattr(args, "include_num_input_tokens_seen", "no")
+    if tokens_seen not in ("no", False, None):
+        problems[f"include_num_input_tokens_seen={tokens_seen}"] = (
+            "the tokens of a step tell how many records were drawn for it, which is private; leave it out"
+        )
     if args.world_size > 1 or args.n_gpu > 1:
         problems["more than one device"] = "use one"
     for name, why in (
@@ -207,6 +228,4 @@ def _refuse_settings(args: Any, kwargs: dict[str, Any]) -> None:
     ):
         if getattr(args, name, None):
             problems[f"{name}={getattr(args, name)}"] = why
-    if kwargs.get("compute_loss_func") is not None:
-        problems["compute_loss_func"] = "it normalises over the batch; give row_losses"
     refuse(problems)
