@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import TensorDataset
 
@@ -22,7 +22,7 @@ from dpis.accounting import ledger_writer
 from dpis.errors import InputError, LedgerError
 from dpis.mechanism import AdaptiveClipping
 from dpis.training import EarlyStop, InterruptedRunError, trainer
-from dpis.training.checkpoint import load_checkpoint
+from dpis.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.training.toys import (
     Crash,
     Each,
@@ -270,6 +270,140 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shapes": ({"batch_shaped": True}, "batch_shaped"),
 }
+
+
+class _Scaled(nn.Module):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, inputs: Any) -> Any:
+        return self.scale * self.linear(inputs)
+
+
+class _ScaledTwice(_Scaled):
+    def forward(self, inputs: Any) -> Any:
+        return 2 * self.scale * self.linear(inputs)
+
+
+def _each(output: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(output, target, reduction="none")
+
+
+def _each_doubled(output: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(2 * output, target, reduction="none")
+
+
+def _shift_less(batch: Any, generator: torch.Generator) -> Any:
+    return batch[0] + 0.5, batch[1]
+
+
+def _stack_halves(items: list[Any]) -> Any:
+    return torch.utils.data.default_collate([(x / 2, y) for x, y in items])
+
+
+def _edited(original: Any, edited: Any) -> Any:
+    """The same name over another body, as after an edit in a notebook."""
+    edited.__name__, edited.__qualname__ = original.__name__, original.__qualname__
+    return edited
+
+
+EDITS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]], str]] = {
+    "loss": (
+        lambda: {"loss": _each},
+        lambda: {"loss": _edited(_each, _each_doubled)},
+        "the loss",
+    ),
+    "augmentation": (
+        lambda: {"augment": _shift},
+        lambda: {"augment": _edited(_shift, _shift_less)},
+        "the augmentation",
+    ),
+    "collate": (
+        lambda: {"collate_fn": _stack},
+        lambda: {"collate_fn": _edited(_stack, _stack_halves)},
+        "the collate function",
+    ),
+    "forward": (
+        lambda: {"model": _Scaled()},
+        lambda: {"model": _edited(_Scaled, _ScaledTwice)()},
+        "the model",
+    ),
+    "learning rates": (
+        lambda: {"scheduler": partial(LambdaLR, lr_lambda=lambda epoch: 0.9**epoch)},
+        lambda: {"scheduler": partial(LambdaLR, lr_lambda=lambda epoch: 0.8**epoch)},
+        "the scheduler",
+    ),
+}
+
+
+class _FullDiskError(Exception):
+    pass
+
+
+def _fail_at(step: int) -> Each:
+    def fail(standing: Any) -> None:
+        if standing.step == step:
+            raise _FullDiskError
+
+    return Each(fail)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_under_the_same_name_is_refused(tmp_path: Path, edit: str) -> None:
+    original, edited, message = EDITS[edit]
+    with pytest.raises(_FullDiskError):
+        fit(tmp_path / "run", **original(), progress=_fail_at(2))
+    with pytest.raises(InputError, match=rf"{message} changed.*code.*version of Python"):
+        fit(tmp_path / "run", **edited(), resume=True)
+    fit(tmp_path / "run", **original(), resume=True)
+
+
+def test_an_error_between_steps_loses_no_step(tmp_path: Path) -> None:
+    whole = released(fit(tmp_path / "whole").folder)
+    with pytest.raises(_FullDiskError):
+        fit(tmp_path / "run", progress=_fail_at(3))
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]
+    assert saved["mechanism"]["step"] == 3
+    assert released(fit(tmp_path / "run", resume=True).folder) == whole
+
+
+def test_an_error_within_a_step_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    whole = released(fit(tmp_path / "whole", loss=_each).folder)
+    handle = register_optimizer_step_post_hook(_fail_at_third())
+    try:
+        with pytest.raises(_FullDiskError):
+            fit(tmp_path / "run", loss=_each)
+    finally:
+        handle.remove()
+    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]
+    assert saved["mechanism"]["step"] == 0
+    assert released(fit(tmp_path / "run", loss=_each, resume=True).folder) == whole
+
+
+def _fail_at_third() -> Callable[..., None]:
+    steps = []
+
+    def fail(*_: object) -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            raise _FullDiskError
+
+    return fail
+
+
+def test_a_run_from_before_code_was_compared(tmp_path: Path) -> None:
+    with pytest.raises(_FullDiskError):
+        fit(tmp_path / "run", loss=_each, progress=_fail_at(2))
+    path = tmp_path / "run" / "checkpoint.secret"
+    state = load_checkpoint(path)
+    state["training"]["identity"]["the loss"] = "tests.training.test_resume._each"
+    save_checkpoint(path, state)
+    with pytest.raises(InputError, match="the loss changed") as refusal:
+        fit(tmp_path / "run", loss=_each, resume=True)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.fixture(scope="module")

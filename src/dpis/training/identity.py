@@ -5,41 +5,74 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from dpis.training.code import class_code, function_code, name_of
 from dpis.training.task import Task
 
 Plain = str | bool | int | float | complex | None
 
 
-def described(value: Any) -> str:
-    """A setting, a function or an object by its name and its plain attributes, the same in every process.
+def described(value: Any, met: dict[int, Any] | None = None) -> str:
+    """A setting, a function or an object by its name, its code and its plain attributes, the same in every process.
 
-    What a function does inside, or holds in its closure, does not show.
+    Code of installed packages shows by name alone.
+
+    Args:
+        value: anything.
+        met: functions and classes that were described on the way here: once is enough.
     """
+    met = {} if met is None else met
+
+    def also(part: Any) -> str:
+        return described(part, met)
+
     if isinstance(value, Plain):
         return repr(value)
     if isinstance(value, Tensor):
         contents = hashlib.sha256(value.detach().cpu().double().numpy().tobytes()).hexdigest()
         return f"{value.dtype} {tuple(value.shape)} {contents}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{k}: {described(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{k}: {also(v)}' for k, v in value.items())}}}"
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(described, value))}]"
+        return f"[{', '.join(map(also, value))}]"
     if isinstance(value, functools.partial):
-        return f"partial {described([value.func, value.args, value.keywords])}"
+        return f"partial {also([value.func, value.args, value.keywords])}"
+    if isinstance(value, MethodType):
+        return f"{name_of(value)} {also([value.__func__, value.__self__])}"
+    if isinstance(value, FunctionType | type):
+        return f"{name_of(value)}{_code(value, met)}"
     if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    kind = type(value)
+        return name_of(value)
     attributes = getattr(value, "__dict__", {})
     own = {k: v for k, v in attributes.items() if _is_plain(v) and k != "training"}
     if isinstance(value, nn.Module):
         own |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
-    return f"{kind.__module__}.{kind.__qualname__} {described(own)}"
+    return f"{also(type(value))} {also(own)}"
+
+
+def _code(value: FunctionType | type, met: dict[int, Any]) -> str:
+    if id(value) in met:
+        return ""
+    met[id(value)] = value
+
+    def held(part: Any) -> str:
+        """Of what a function holds or names only what does not change as it runs."""
+        fixed = isinstance(part, Tensor) and not part.requires_grad and part.layout is torch.strided
+        shown = (FunctionType, MethodType, type, functools.partial, nn.Module)
+        if fixed or _is_plain(part) or isinstance(part, shown):
+            return described(part, met)
+        return name_of(type(part))
+
+    if isinstance(value, type):
+        return class_code(value, held)
+    return function_code(value, held)
 
 
 def described_model(module: nn.Module) -> str:
@@ -57,12 +90,14 @@ def described_optimizer(optimizer: Optimizer) -> str:
         settings = {name: value for name, value in group.items() if name != "params"}
         settings["lr"] = group.get("initial_lr", group.get("lr"))
         groups.append({**settings, "params": len(group["params"])})
-    return f"{type(optimizer).__qualname__} {described(groups)}"
+    return f"{type(optimizer).__qualname__}{_code(type(optimizer), {})} {described(groups)}"
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
     own = {name: v for name, v in vars(layer).items() if _is_plain(v) and name != "training"}
-    return {"": type(layer).__qualname__, **own}
+    if "forward" in vars(layer):
+        own["forward"] = described(vars(layer)["forward"])
+    return {"": f"{type(layer).__qualname__}{_code(type(layer), {})}", **own}
 
 
 def _is_plain(value: object) -> bool:
@@ -85,12 +120,15 @@ def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
     records = task.records
     names = [name for name, layer in task.model.named_modules() if layer in asleep]
     scheduler = None if task.scheduler is None else task.scheduler.state_dict()
+    rates = getattr(task.scheduler, "lr_lambdas", [])  # functions are not in its state
     return {
         "the model": described_model(task.model),
         "its layers in evaluation mode": described(names),
         "the loss": described(task.loss if task.objective is None else task.objective),
         "the optimizer": described_optimizer(task.optimizer),
-        "the scheduler": described([type(task.scheduler), task.scheduler_interval, scheduler]),
+        "the scheduler": described(
+            [type(task.scheduler), task.scheduler_interval, scheduler, *rates]
+        ),
         "the moving average": described(task.average and task.average.decay),
         "the rows of a record": described(
             [records.max_rows_per_user, records.views, records.augmentations]

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class Trainer:
         self._asleep = layers_asleep(task.model)
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
+        self._between_steps = False
         try:
             self._gradients = self._new_gradients()
         except Exception:
@@ -125,9 +126,12 @@ class Trainer:
         return result
 
     def _give_up(self) -> None:
-        """Before the first step nothing has been released: nothing half-written stays."""
+        """Before the first step nothing has been released: nothing half-written stays. Later, keep what was done."""
         if self.run.fresh and not self._stepped:
             self.run.discard()
+        elif self._between_steps and self._mechanism.steps_left:
+            with suppress(InputError):  # a full disk: the last checkpoint serves
+                self._save()
         self.run.close()
 
     # ── the loop ─────────────────────────────────────────────────────────────────────────────────────
@@ -163,6 +167,7 @@ class Trainer:
 
     def _step(self) -> None:
         """Draw, gradients, noise, update: one event, one step of the optimizer."""
+        self._between_steps = False
         mechanism, task, key = self._mechanism, self.task, self.run.key
         step = mechanism.step
         draw = mechanism.draw()
@@ -181,6 +186,7 @@ class Trainer:
         if task.scheduler is not None and task.scheduler_interval == "step":
             self._step_scheduler()
         self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
+        self._between_steps = True
 
     def _rows(self, draw: Draw) -> Iterator[tuple[Batch, Tensor | None]]:
         step = self._mechanism.step
@@ -300,9 +306,10 @@ class Trainer:
             changed.append("the data or its order")
         if changed:
             raise InputError(
-                f"cannot resume {self.run.folder.path}: {' and '.join(changed)} changed since it was interrupted. "
-                "The same noise on something else would cancel in the difference and reveal it. Bring back what was, "
-                "or start anew in another folder"
+                f"cannot resume {self.run.folder.path}: {' and '.join(changed)} changed since it was interrupted "
+                "(functions and layers are compared by their code, so that an edit or another version of Python is a "
+                "change). The same noise on something else would cancel in the difference and reveal it. Bring back "
+                "what was, or start anew in another folder"
             )
         self._identity_saved, self._data = identity, data
         task = self.task
