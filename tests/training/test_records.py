@@ -377,10 +377,11 @@ def _padded(items: list[Any]) -> Any:
 class MeanOfWords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.out = nn.Embedding(9, 3, padding_idx=0), nn.Linear(3, 2)
+        self.words, self.out = nn.Embedding(9, 3), nn.Linear(3, 2)
 
     def forward(self, texts: Tensor) -> Tensor:
-        return self.out(self.words(texts).sum(1))
+        mask = (texts > 0).float()[..., None]
+        return self.out((self.words(texts) * mask).sum(1) / mask.sum(1))
 
 
 def test_shapes_that_follow_the_batch_are_refused(tmp_path: Path) -> None:
@@ -396,6 +397,33 @@ def test_shapes_that_follow_the_batch_can_be_declared(tmp_path: Path) -> None:
     assert any("batch-shaped" in note for note in result.summary.notes)
     plain = fit(tmp_path / "plain")
     assert ledger(plain.folder).header.norms is Norms.FIXED_SHAPE
+
+
+class UnmaskedMean(MeanOfWords):
+    def forward(self, texts: Tensor) -> Tensor:
+        return self.out(self.words(texts).mean(1))
+
+
+class ZeroForPadding(MeanOfWords):
+    """Until noise moves it: from the second step on, padding has a vector like any word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 3, padding_idx=0)
+
+    def forward(self, texts: Tensor) -> Tensor:
+        return self.out(self.words(texts).sum(1))
+
+
+@pytest.mark.parametrize("model", [UnmaskedMean, ZeroForPadding])
+@pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
+def test_a_model_that_sees_padding_is_refused(tmp_path: Path, model: Any, method: str) -> None:
+    settings = {"dataset": Texts(), "collate_fn": _padded, "batch_size": 4, "epochs": 1}
+    settings |= {"batch_shaped": True, "method": method}
+    with pytest.raises(CouplingError, match=r"how far it is padded.*guarantee would not hold"):
+        fit(tmp_path / "run", model(), **settings)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    fit(tmp_path / "masked", MeanOfWords(), **settings)
 
 
 class Packed(nn.Module):

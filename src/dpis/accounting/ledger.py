@@ -54,7 +54,11 @@ class Norms(StrEnum):
     """One shape throughout: a record's norm does not depend on who shares its batch."""
 
     BATCH_SHAPED = "batch-shaped"
-    """The shapes followed the batches (a padding to the longest, a loop that is not ours): rounding may differ."""
+    """The shapes followed the batches (a padding to the longest, a loop that is not ours): rounding may differ.
+
+    And more than rounding, if the model saw how far a record was padded: then records coupled, and no claim holds.
+    `dpis.train` tries that out on some records; in a loop that is not ours nobody does.
+    """
 
 
 class Unit(StrEnum):

@@ -159,6 +159,10 @@ class RecordGradients:
             self._batch_shaped = follows_values or self._recorder.depends_on_place(chunk)
         return self._batch_shaped
 
+    def gradients_agree(self, one: Batch, other: Batch) -> bool:
+        """Whether two batches have one gradient, by plain autograd: the same rows, say, padded otherwise."""
+        return self._recorder.gradients_agree(one, other)
+
     def _record_chunk(
         self, batch: Batch, start: int, size: int, records: int, present: Tensor | None
     ) -> Tape:

@@ -32,7 +32,7 @@ from dpis.gradients.plan import (
     unplanned,
 )
 from dpis.gradients.rules.general import General
-from dpis.gradients.selfcheck import disagreements, without_dropout
+from dpis.gradients.selfcheck import disagreements, same_gradient, without_dropout
 from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.watch import Key, Watch
 
@@ -152,6 +152,20 @@ class Recorder:
                 not torch.equal(norms(shift).nan_to_num(), in_order.nan_to_num())
                 for shift in (1, records // 2 + 1, records - 3)
             )
+
+    def gradients_agree(self, one: Batch, other: Batch) -> bool:
+        """Whether the losses of two batches have the same gradient, to the tolerance of other comparisons."""
+
+        def gradient(batch: Batch) -> Tensor:
+            losses = self.objective(self.module, batch).sum()
+            found = torch.autograd.grad(losses, list(self.parameters.values()), allow_unused=True)
+            return torch.cat([g.double().flatten() for g in found if g is not None])
+
+        with self.undisturbed(), without_dropout(self.module), torch.enable_grad(), _eagerly():
+            return same_gradient(gradient(one), gradient(other), self._half(one))
+
+    def _half(self, batch: Batch) -> bool:
+        return torch.is_autocast_enabled(batches.device(batch).type)
 
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
@@ -313,7 +327,7 @@ class Recorder:
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
             plain = self._one_by_one(few)
-            half = torch.is_autocast_enabled(batches.device(few).type)
+            half = self._half(few)
             off = disagreements(self._record(few), plain, half)
             if off:
                 again = self._one_by_one(few)

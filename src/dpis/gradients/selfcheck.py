@@ -42,6 +42,13 @@ def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[s
     return sorted(plain) if bool(wrong.any()) and not off else sorted(off)
 
 
+def same_gradient(one: Tensor, other: Tensor, half: bool) -> bool:
+    """Whether two gradients, flat, differ by rounding at most; what is not finite cannot be compared."""
+    tolerance = HALF_TOLERANCE if half else max(TOLERANCES.values())
+    size = torch.maximum(one.norm(), other.norm())
+    return not bool(size.isfinite() and (one - other).norm() > tolerance * size + VANISHING)
+
+
 def _differ(fast: Tensor, plain: Tensor, sizes: Tensor, half: bool) -> bool:
     """Whether the gradient of any record is off, by the size of that record's whole gradient."""
     tolerance = HALF_TOLERANCE if half else TOLERANCES.get(fast.dtype, HALF_TOLERANCE)

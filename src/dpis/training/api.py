@@ -132,7 +132,7 @@ def train(
             item alone; their gradients are averaged.
         augment: ``augment(batch, generator)`` changes every row at random, each by itself.
         augmentations: so many augmented copies of a record in every step, their gradients averaged.
-        batch_shaped: allow shapes that follow the batch; the ledger says so.
+        batch_shaped: allow shapes that follow the batch; the ledger says so. The model must mask what is padded.
         physical_batch: how many records run at once; None: as many as fit the caches.
         held_out: measured after every epoch; not protected.
         metrics: ``metric(output, target)``, one value a row, by name; default: by the loss.

@@ -22,6 +22,8 @@ Chance = Callable[[], AbstractContextManager[object]]
 
 FEW, MORE = 5, 7
 """Copies of one item: what has the first size, and then the second, counts rows."""
+ASKED, COMPARED = 8, 3
+"""Of a batch: how many items are collated by themselves, and how many of those are compared."""
 OF_NO_ROW = -1
 
 
@@ -84,6 +86,31 @@ class CollateProbe:
         if _shapes(company_left) == _shapes(batch) and 0 in changed(batch, company_left):
             raise CouplingError(_MIXES.format("the first row"))
         self._due = not shown
+
+
+def padded_otherwise(
+    batch: Batch, items: list[Any] | None, collate: Collate, chance: Chance
+) -> list[tuple[Batch, Batch]]:
+    """Rows of a batch, each with the same item collated by itself, where that has another shape.
+
+    What the collate function makes of the item at random is left out: it would not be the same.
+
+    Args:
+        batch: as it was made.
+        items: copies of its items; None: no look is due.
+        collate: what made it.
+        chance: the randomness that it was made with.
+    """
+    pairs: list[tuple[Batch, Batch]] = []
+    step = max(1, len(items or ()) // ASKED)
+    for place in range(0, len(items or ()), step):
+        assert items is not None
+        with chance():
+            alone = collate([_copied(items[place])])
+        row = batches.take(batch, torch.tensor([place]))
+        if _shapes(row) != _shapes(alone) and not _differing(row, alone, row, row):
+            pairs.append((row, alone))
+    return pairs[:COMPARED]
 
 
 def _first_move(

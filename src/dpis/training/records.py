@@ -21,7 +21,12 @@ from dpis.gradients import CouplingError, batches
 from dpis.gradients.batches import Batch
 from dpis.randomness import Key, Stream
 from dpis.training.chance import seeded_generators, torch_generator
-from dpis.training.collation import Collate, CollateProbe, is_power_of_two
+from dpis.training.collation import (
+    Collate,
+    CollateProbe,
+    is_power_of_two,
+    padded_otherwise,
+)
 from dpis.training.fetching import FetchProbe, fetches_at_once
 
 Augment = Callable[[Batch, torch.Generator], Batch]
@@ -39,10 +44,13 @@ class Rows:
     Attributes:
         batch: as the collate function made it.
         present: ``[records, rows_per_record]``, False where a row only fills up; None: all count.
+        padded_otherwise: some rows as they are in the batch, each with the same row collated by itself, where that has
+            another shape: their gradients must agree. Empty unless it is time to look.
     """
 
     batch: Batch
     present: Tensor | None
+    padded_otherwise: Sequence[tuple[Batch, Batch]] = ()
 
 
 @dataclass(eq=False)
@@ -60,7 +68,8 @@ class Records:
         augment: changes rows at random, each by itself.
         augmentations: so many augmented copies of every row; a record's gradient is the mean over them.
         batch_shaped: the shapes of rows may differ from batch to batch (say, padded to the longest). Then the rounding
-            of a record's norm depends on who shares its batch, and the ledger says so.
+            of a record's norm depends on who shares its batch, and the ledger says so. The model must not see how far
+            a row is padded, which is tried out: else records would couple by more than rounding.
         device: where batches go.
     """
 
@@ -101,6 +110,7 @@ class Records:
         self._row_shapes: list[torch.Size] | None = None
         self._collate_probe = CollateProbe(self.collate_fn)
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
+        self._pairs: list[tuple[Batch, Batch]] = []
         self._augmentations = 0
 
     def __len__(self) -> int:
@@ -124,7 +134,7 @@ class Records:
             rows, present = self._rows_of(some, key, f"rows:{start}", step)
             batch = self._fetch(rows, lambda s=start: key.stream(f"items:{s}", step))  # type: ignore[misc]
             batch = self._augmented(batch, lambda s=start: key.stream(f"augment:{s}", step))  # type: ignore[misc]
-            yield Rows(batch, self._repeated_presence(present))
+            yield Rows(batch, self._repeated_presence(present), self._taken_pairs())
 
     def all(self, key: Key, epoch: int) -> Iterator[Rows]:
         """Every record, some at a time, without augmentation: each row ``augmentations`` times."""
@@ -133,7 +143,7 @@ class Records:
             some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
             batch = self._fetch(rows, lambda s=start: key.stream(f"all-items:{s}", epoch))  # type: ignore[misc]
-            yield Rows(self._repeated(batch), self._repeated_presence(present))
+            yield Rows(self._repeated(batch), self._repeated_presence(present), self._taken_pairs())
 
     def raw_rows(self, key: Key) -> Iterator[Any]:
         """All rows of the data set in their order, as they are: for a fingerprint."""
@@ -189,7 +199,18 @@ class Records:
             batch = self.collate_fn(items)
         self._check_shapes(batch, len(items))
         self._collate_probe.look(batch, kept, repeated)
+        if self.batch_shaped:
+            self._pairs += padded_otherwise(batch, kept, self.collate_fn, repeated)
         return batch
+
+    def _taken_pairs(self) -> list[tuple[Batch, Batch]]:
+        """Rows to be compared with themselves in another padding, each once."""
+        pairs, self._pairs = self._pairs, []
+
+        def as_fetched(batch: Batch) -> Batch:
+            return self._view_by_view(batches.apply(lambda t: t.to(self.device), batch))
+
+        return [(as_fetched(one), as_fetched(other)) for one, other in pairs]
 
     def _same_but_for_first(self, a: Batch, b: Batch, own: int) -> bool:
         """Whether two batches have the same rows after the first ``own``, as far as their shapes agree."""
@@ -225,7 +246,8 @@ class Records:
             raise InputError(
                 f"rows of one shape are required, found {_readable(shapes)} after {_readable(self._row_shapes)}: where "
                 "shapes follow the batch (padding to its longest), the rounding of a record's norm depends on others. "
-                "Pad to one public length, or declare it with batch_shaped=True; the ledger will say so"
+                "Pad to one public length; or, if the model masks what is padded, declare it with batch_shaped=True: "
+                "the ledger will say so"
             )
 
     # ── augmentation ─────────────────────────────────────────────────────────────────────────────────

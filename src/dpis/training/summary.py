@@ -134,6 +134,7 @@ def _notes(run: Run) -> tuple[str, ...]:
         notes.append(f"You confirmed that the {what} are public: they were read from the data.")
     if run.options.batch_shaped:
         notes.append(
-            "Norms are batch-shaped: the rounding of a record's norm may depend on its batch."
+            "Norms are batch-shaped: the rounding of a record's norm may depend on its batch. That the model does not "
+            "see how far a record is padded was tried out on some records, not proved."
         )
     return tuple(notes)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpis.errors import InputError
-from dpis.gradients import RecordGradients
+from dpis.gradients import CouplingError, RecordGradients
 from dpis.gradients.batches import Batch
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
@@ -192,6 +192,7 @@ class Trainer:
         step = self._mechanism.step
         for rows in self.task.records.drawn(draw.indices.numpy(), self.run.key, step):
             self._refuse_batch_shapes(rows)
+            self._refuse_seen_padding(rows)
             yield rows.batch, rows.present
 
     def _norms_of_all(self) -> Tensor:
@@ -201,6 +202,7 @@ class Trainer:
         self._to_training_mode()
         with seeded_torch(key.stream("model-all", epoch)):
             for rows in records.all(key, epoch):
+                self._refuse_seen_padding(rows)
                 result = self._gradients(
                     rows.batch, lambda norms, _: torch.zeros_like(norms), rows.present
                 )
@@ -222,6 +224,17 @@ class Trainer:
                 "batch_shaped=True; the ledger will say so"
             )
         self._shapes_checked = True
+
+    def _refuse_seen_padding(self, rows: Rows) -> None:
+        """How far a row is padded depends on who shares its batch: the model must not see it."""
+        for padded, alone in rows.padded_otherwise:
+            if not self._gradients.gradients_agree(padded, alone):
+                raise CouplingError(
+                    "the gradient of a record depends on how far it is padded, and so on the longest record of its "
+                    "batch: records couple, and the privacy guarantee would not hold. Mask what is padded (in means, "
+                    "attention, last positions; padding_idx alone does not serve, noise moves that row of an "
+                    "embedding too) so that the model's output does not change with it, or pad to one public length"
+                )
 
     def _step_scheduler(self) -> None:
         scheduler = self.task.scheduler
