@@ -129,6 +129,13 @@ def test_a_model_that_writes_to_what_it_is_released_with(tmp_path: Path, write: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_is_written_in_a_pass_over_all_records(tmp_path: Path, write: Any) -> None:
+    """The adaptive method begins an epoch with one."""
+    with pytest.raises(CouplingError, match=f"wrote to '{WRITERS[write]}'"):
+        fit(tmp_path / "run", Couples(write), method="dpis-adaptive")
+
+
 def test_a_frozen_table_that_shortens_its_rows_is_refused(tmp_path: Path) -> None:
     table = nn.Embedding.from_pretrained(torch.ones(9, 4), freeze=True, max_norm=0.5)
     with pytest.raises(CouplingError, match="max_norm"):

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpis.engine.outputs import watched_outputs
 from dpis.engine.session import MisuseError, Session
-from dpis.training.state import ModelState
+from dpis.training.state import unwritten
 
 
 class PrivateModule(nn.Module):
@@ -44,10 +44,8 @@ class PrivateModule(nn.Module):
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""
-        state = ModelState(self._module)
-        outputs = self._module(*args, **kwargs)
-        state.check_unwritten()
-        return outputs
+        with unwritten(self._module):
+            return self._module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

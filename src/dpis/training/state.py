@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
@@ -40,6 +41,18 @@ class ModelState:
     def _changed(self, name: str, now: Tensor) -> bool:
         before = self._before[name]
         return not (torch.equal(now, before) or torch.equal(now.nan_to_num(), before.nan_to_num()))
+
+
+@contextmanager
+def unwritten(module: nn.Module) -> Iterator[None]:
+    """While records pass through a module: refuse whatever it wrote to itself.
+
+    Raises:
+        CouplingError: at the end, if it did.
+    """
+    state = ModelState(module)
+    yield
+    state.check_unwritten()
 
 
 def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

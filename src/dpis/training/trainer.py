@@ -31,7 +31,7 @@ from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result
 from dpis.training.run import Run
-from dpis.training.state import ModelState
+from dpis.training.state import unwritten
 from dpis.training.summary import Summary
 from dpis.training.task import Task
 
@@ -172,10 +172,11 @@ class Trainer:
         step = mechanism.step
         draw = mechanism.draw()
         self._to_training_mode()
-        state = ModelState(task.model)
         with seeded_torch(key.stream("model", step)):
-            update = mechanism.release_gradient_of_parts(self._gradients, self._rows(draw), draw)
-            state.check_unwritten()
+            with unwritten(task.model):
+                update = mechanism.release_gradient_of_parts(
+                    self._gradients, self._rows(draw), draw
+                )
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update[name].to(parameter.dtype)
             self._stepped = True
@@ -200,7 +201,7 @@ class Trainer:
         key, epoch = self.run.key, self._mechanism.epoch + 1
         records, norms = self.task.records, [torch.zeros(0, dtype=torch.float64)]
         self._to_training_mode()
-        with seeded_torch(key.stream("model-all", epoch)):
+        with seeded_torch(key.stream("model-all", epoch)), unwritten(self.task.model):
             for rows in records.all(key, epoch):
                 self._refuse_seen_padding(rows)
                 result = self._gradients(
