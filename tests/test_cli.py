@@ -89,6 +89,8 @@ def test_releases_are_paid_for(capsys):
         replaced("--delta", "0"),
         replaced("--delta", "1"),
         replaced("--delta", "1e-11"),
+        replaced("--delta", "0.5"),
+        replaced("--epsilon", "1e-9"),
         replaced("--batch-size", "20001"),
         replaced("--batch-size", "0"),
         replaced("--batch-size", "1.5"),
@@ -132,6 +134,28 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(capsys, arguments):
     assert err.startswith("dpis: error: ")
     assert len(err.splitlines()) == 1
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("--n-public", "9" * 26, "found " + "9" * 26),
+        ("--n-public", "9" * 400, "found a whole number of more than 60 digits"),
+        ("--release", "mean=inf", "found inf"),
+        ("--epsilon", "1e-9", "epsilon = 1e-09 leaves nothing to learn from"),
+        ("--delta", "0.5", "delta = 0.5 is no promise"),
+    ],
+)
+def test_what_was_found_is_shown(capsys, option, value, shown):
+    assert shown in run(capsys, *replaced(option, value))[2]
+
+
+def test_a_delta_that_lets_records_be_published_is_warned_of(capsys):
+    code, out, err = run(capsys, *PLAN, "--accountant", "rdp", "--delta", "1e-3", "--json")
+    assert code == 0
+    assert json.loads(out)["delta"] == 1e-3
+    assert err.startswith("dpis: warning: delta is not below 1 / n_public")
+    assert len(err.splitlines()) == 1
 
 
 def test_verify_says_what_holds(capsys, tmp_path):

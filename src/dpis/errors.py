@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def shown_number(value: object) -> str:
+    """A number as an error shows it; anything else by its type, however long it is."""
+    if not isinstance(value, int | float):
+        return f"a value of type {type(value).__name__}"
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a whole number of more than 60 digits"
+    return repr(value)
+
+
 class DpisError(Exception):
     """Base of every error this package raises on purpose. Its message is one readable line."""
 

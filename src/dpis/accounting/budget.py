@@ -8,7 +8,8 @@ from enum import StrEnum
 
 from dpis.errors import InputError
 
-LARGEST_EPSILON = 1000.0
+SMALLEST_EPSILON, LARGEST_EPSILON = 1e-4, 1000.0
+LARGEST_DELTA = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,21 @@ class Budget:
     def __post_init__(self) -> None:
         if not 0 < self.epsilon < math.inf:
             raise InputError(f"epsilon must be a finite number above 0, found {self.epsilon!r}")
+        if self.epsilon < SMALLEST_EPSILON:
+            raise InputError(
+                f"epsilon = {self.epsilon:g} leaves nothing to learn from: the smallest taken is {SMALLEST_EPSILON:g}"
+            )
         if self.epsilon > LARGEST_EPSILON:
             raise InputError(
                 f"epsilon = {self.epsilon:g} is no promise any more: the largest taken is {LARGEST_EPSILON:g}"
             )
         if not 0 < self.delta < 1:
             raise InputError(f"delta must lie strictly between 0 and 1, found {self.delta!r}")
+        if self.delta > LARGEST_DELTA:
+            raise InputError(
+                f"delta = {self.delta:g} is no promise: the largest taken is {LARGEST_DELTA:g}, and below 1 / number "
+                "of records is what protects each of them"
+            )
 
     def split(self, share: float) -> tuple[Budget, Budget]:
         """Two budgets that add up to this one: ``share`` of it, and the rest.

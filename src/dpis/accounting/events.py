@@ -13,7 +13,7 @@ from typing import Any
 
 import dp_accounting
 
-from dpis.errors import InputError
+from dpis.errors import InputError, shown_number
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e12
 SMALLEST_RATE = 1e-15
@@ -23,8 +23,9 @@ SMALLEST_RATE = 1e-15
 def _number(name: str, value: float, least: float, most: float) -> float:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     if not plain or not least <= value <= most:  # a NaN fails both comparisons
-        shown = value if plain and abs(value) < 1e300 else type(value).__name__
-        raise InputError(f"{name} must be a number from {least:g} to {most:g}, found {shown!r}")
+        raise InputError(
+            f"{name} must be a number from {least:g} to {most:g}, found {shown_number(value)}"
+        )
     return float(value)
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.schedule import kappa_schedule
-from dpis.errors import InputError
+from dpis.errors import InputError, shown_number
 
 GRADIENT = "gradient"
 """The ledger's label of a training iteration."""
@@ -19,8 +19,9 @@ MOST_RECORDS, MOST_EPOCHS = 10**12, 100_000
 
 def _count(name: str, value: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        shown = value if isinstance(value, int) and abs(value) < 10**18 else type(value).__name__
-        raise InputError(f"{name} must be a whole number from 1 to {most:,}, found {shown!r}")
+        raise InputError(
+            f"{name} must be a whole number from 1 to {most:,}, found {shown_number(value)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

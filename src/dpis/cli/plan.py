@@ -100,6 +100,12 @@ def plan(
         kappa=kappa,
         equivalent_batch=equivalent_batch,
     )
+    if delta * n_public >= 1:
+        typer.echo(
+            "dpis: warning: delta is not below 1 / n_public: the promise then allows to publish a record now and then. "
+            f"Choose a delta well below {1 / n_public:g}",
+            err=True,
+        )
     releases = [_parse_release(text) for text in release or []]
     result: PredeclaredPlan | AdaptivePlan
     if _parse_mode(mode) is Mode.PREDECLARED:
