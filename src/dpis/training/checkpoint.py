@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"nothing to resume in {path.parent}: it holds no {path.name} (a run that is complete deletes it)"
         )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} cannot be read as a checkpoint: {reason}") from None
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception:  # torch and pickle have many for bytes that were changed
+        raise InputError(
+            f"{path} is damaged, the run cannot go on from it: put back a copy of that file, or start the run anew in "
+            "another folder. What the unfinished run has released counts as spent: its ledger tells"
+        ) from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"{path} is not a checkpoint of this version ({FORMAT})")
     return state
