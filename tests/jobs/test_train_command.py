@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -200,6 +201,19 @@ def test_a_model_of_the_users_own(table, tmp_path, capsys):
     assert main(["evaluate", "runs/1", str(table)]) == 0
 
 
+@pytest.mark.parametrize(
+    ("declared_count", "noted"), [("160", True), ("300", False), ("900", True)]
+)
+def test_a_declared_number_that_is_far_off_is_noted_on_the_terminal(
+    table, capsys, declared_count, noted
+):
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    assert main(declared(table, *drop, "--n-public", declared_count, "--out", "run")) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert (f"records to train on, --n-public says {declared_count}" in said) == noted
+    assert "n-public says" not in Path("run/summary.json").read_text()
+
+
 # ── interrupted and resumed ──────────────────────────────────────────────────────────────────────────
 
 
@@ -298,6 +312,12 @@ def bad_commands(table):
         "release of n without a guess": (declared(table, *target, "--release-n"), "n_public"),
         "columns of a named set": (["train", "--target", "label"], "needs none"),
         "a learning rate of nan": (declared(table, *target, "--lr", "nan"), "--lr must be"),
+        "a learning rate beyond float32": (
+            declared(table, *target, "--lr", "1e39"),
+            "at most 1e+06",
+        ),
+        "a learning rate that ruins": (declared(table, *target, "--lr", "1e38"), "--lr must be"),
+        "a model that is none": (declared(table, *target, "--model", "os:system"), "TypeError"),
         "an option without effect": (
             declared(table, *target, "--method", "dp-sgd", "--k", "2"),
             "--k has no effect on dp-sgd",
@@ -337,6 +357,40 @@ def test_a_folder_that_cannot_be_written(table, capsys):
 def test_runs_without_a_model_cannot_be_used(capsys):
     assert "no finished run" in error_of(capsys, ["evaluate", "nowhere"])
     assert "no finished run" in error_of(capsys, ["predict", "nowhere", "x.csv"])
+
+
+def test_a_run_whose_summary_is_broken_cannot_be_used(table, capsys):
+    drop = ["--drop", "who", "--drop", "score", "--target", "sick", "--classes", "no,yes"]
+    assert main(declared(table, *drop, "--out", "run")) == 0
+    capsys.readouterr()
+    for broken in ("{", "{}", "[]"):
+        Path("run/summary.json").write_text(broken)
+        assert "not a run's summary" in error_of(capsys, ["evaluate", "run", str(table)])
+        assert "not a run's summary" in error_of(capsys, ["predict", "run", str(table)])
+        assert "not a run's summary" in error_of(capsys, ["report", "run"])
+
+
+def test_a_model_is_measured_on_records_of_its_own_shape(capsys, monkeypatch):
+    images = np.random.default_rng(0).integers(0, 255, (200, 12, 12), dtype=np.uint8)
+    np.savez("images.npz", x=images, y=np.arange(200) % 2)
+    assert (
+        main(["train", "images.npz", "--classes", "2", "--model", "linear", *QUICK, "--out", "run"])
+        == 0
+    )
+    capsys.readouterr()
+
+    def named(*shape):
+        pixels = torch.zeros(4, *shape, dtype=torch.uint8)
+        return SimpleNamespace(
+            classes=("0", "1"), test_images=pixels, test_labels=torch.zeros(4).long()
+        )
+
+    for shape in ((28, 28), (3, 12, 12)):
+        monkeypatch.setattr("dpis.jobs.using.load", lambda _, shape=shape: named(*shape))
+        said = error_of(capsys, ["evaluate", "run", "mnist"])
+        assert f"trained on records of the shape [12, 12], mnist has {list(shape)}" in said
+    monkeypatch.setattr("dpis.jobs.using.load", lambda _: named(1, 12, 12))
+    assert main(["evaluate", "run", "mnist"]) == 0
 
 
 # ── what travels with a model ────────────────────────────────────────────────────────────────────────

@@ -55,6 +55,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "no loss": ({"loss": None}, "exactly one of loss and objective"),
     "physical batch": ({"physical_batch": 0}, "physical batch"),
     "count": ({"release_n": True, "n_public": None}, "release_n needs n_public"),
+    "learning rate": ({"lr": 1e38}, "at most 1e\\+06"),
+    "no records": (
+        {"dataset": TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))},
+        "there are no records",
+    ),
+    "held-out NaN": (
+        {"held_out": TensorDataset(torch.full((3, 4), torch.nan), torch.zeros(3).long())},
+        "held-out inputs and targets must be numbers",
+    ),
     "resume what": ({"resume": True}, "nothing to resume"),
 }
 

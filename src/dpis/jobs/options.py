@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from dpis.errors import InputError
 from dpis.jobs.systems import system
 from dpis.mechanism import Method
+from dpis.training.api import require_learning_rate
 
 SAMPLE = "fmnist-sample"
 
@@ -80,8 +80,8 @@ class JobOptions:
             raise InputError(
                 "--eval-share holds training records out, --eval-data brings others: give one of them"
             )
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise InputError(f"--lr must be a finite number above 0, found {self.lr!r}")
+        if self.lr is not None:
+            require_learning_rate(self.lr, "--lr")
         if self.normalise not in (None, "group", "channel"):
             raise InputError(f"--normalise must be group or channel, found {self.normalise!r}")
         if self.augmentations is not None and self.augmentations < 1:

@@ -107,7 +107,7 @@ class _Job:
         config = make_config(options, self._system.method, kind, source)
         task = self._task(source, kind, config, None)  # errors come before anything is written
         if resume is None:
-            for note in source.notes:
+            for note in (*source.notes, *_note_on_count(options.n_public, source)):
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
         if releases(options, source):  # the task above was a rehearsal, with made-up statistics
@@ -246,6 +246,18 @@ def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
 
 def _column_squared_error(output: Any, target: Any) -> Any:
     return (output.reshape(len(target), -1).mean(1) - target).square()
+
+
+def _note_on_count(declared: int | None, source: Source) -> tuple[str, ...]:
+    """A sign that the declared number of records is a slip; whether it fits is told by the data."""
+    count = source.population
+    if declared is None or declared <= 2 * count <= 4 * declared:
+        return ()
+    who = "users" if source.user_level else "records"
+    return (
+        f"there are {count:,} {who} to train on, --n-public says {declared:,}: steps, sampling and noise follow "
+        "--n-public, so the model learns too little or is noisier than need be. The claim holds all the same",
+    )
 
 
 def _public_recipe(options: JobOptions, config: Config, source: Source) -> dict[str, Any]:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpis.data.named import TextDataset, load
-from dpis.data.preprocessing import TextPreprocessing
+from dpis.data.preprocessing import ArrayPreprocessing, TextPreprocessing
 from dpis.data.records import encode_evaluation, encode_features
 from dpis.data.sample import load_sample
 from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, is_file
 from dpis.jobs.pipeline import Content, Pipeline, to_device
-from dpis.models import model_kind
+from dpis.models import ModelKind, model_kind
 from dpis.training.evaluation import METRICS, HeldOut, evaluate, evaluating
 from dpis.training.files import RunFolder
+from dpis.training.finished import read_summary
 from dpis.training.model_file import ModelCard, build, load_card, load_weights
 
 ROWS_AT_ONCE = 1024
@@ -30,13 +30,7 @@ class FinishedRun:
 
     def __init__(self, path: Path, device: str = "auto") -> None:
         folder = RunFolder(path)
-        if not folder.model.exists() or not folder.summary.exists():
-            unfinished = folder.checkpoint.exists()
-            hint = (
-                f": it is unfinished, go on with `dpis train --resume {path}`" if unfinished else ""
-            )
-            raise InputError(f"{path} holds no finished run{hint}")
-        self.summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
+        self.summary = read_summary(folder)
         self.card: ModelCard = load_card(folder.model)
         if not self.card.preprocessing:
             raise InputError(
@@ -53,9 +47,14 @@ class FinishedRun:
         if self.card.architecture is not None:
             module = build(self.card.architecture)
         else:
-            kind = model_kind(self.summary["recipe"]["model"])
-            module = kind.build(tuple(example.shape[1:]), outputs)
+            module = self._kind().build(tuple(example.shape[1:]), outputs)
         return load_weights(self._path, module).to(self.device)
+
+    def _kind(self) -> ModelKind:
+        name = self.summary["recipe"].get("model")
+        if not isinstance(name, str):
+            raise InputError(f"{self._path.parent / 'summary.json'} does not name the run's model")
+        return model_kind(name)
 
 
 def evaluate_run(
@@ -74,7 +73,12 @@ def evaluate_run(
     inputs = run.pipeline.inputs(features)
     metric = "accuracy" if run.card.task == "classification" else "squared_error"
     held_out = HeldOut(TensorDataset(inputs, targets), {metric: METRICS[metric]})
-    return evaluate(run.model(inputs), held_out, run.device)
+    metrics = evaluate(run.model(inputs), held_out, run.device)
+    if any(math.isnan(value) for value in metrics.values()):
+        raise InputError(
+            f"{path}: the model gives NaN, so there is nothing to measure. Train it with a smaller learning rate"
+        )
+    return metrics
 
 
 def _evaluation_data(
@@ -98,9 +102,24 @@ def _evaluation_data(
         if not of_texts:
             raise InputError(f"this model was not trained on texts, as {name} has them")
         return known.test_texts, known.test_labels
-    if not getattr(run.pipeline.preprocessing, "divide_by_255", False):
-        raise InputError(f"this model was not trained on pixels from 0 to 255, as {name} has them")
+    _require_images(run, name, tuple(known.test_images.shape[1:]))
     return known.test_images.float() / 255, known.test_labels
+
+
+def _require_images(run: FinishedRun, name: str, shape: tuple[int, ...]) -> None:
+    """Images such as the model was trained on: pixels of the same range, and as many."""
+    trained_on = run.pipeline.preprocessing
+    if not (isinstance(trained_on, ArrayPreprocessing) and trained_on.divide_by_255):
+        raise InputError(f"this model was not trained on pixels from 0 to 255, as {name} has them")
+    if _with_channels(trained_on.record_shape) != _with_channels(shape):
+        raise InputError(
+            f"this model was trained on records of the shape {list(trained_on.record_shape)}, {name} has "
+            f"{list(shape)}: measure it on data like what it was trained on"
+        )
+
+
+def _with_channels(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (1, *shape) if len(shape) == 2 else shape
 
 
 def predict_file(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,10 +23,10 @@ from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormS
 from dpis.randomness import Key
 from dpis.training.averaging import WeightAverage
 from dpis.training.collation import Collate
-from dpis.training.evaluation import METRICS, HeldOut, Metric
+from dpis.training.evaluation import METRICS, HeldOut, Metric, require_numbers
 from dpis.training.files import next_run_folder
 from dpis.training.progress import ProgressBar, Reporter, Silent
-from dpis.training.records import Augment, Records
+from dpis.training.records import Augment, Records, tensors_of
 from dpis.training.result import Result
 from dpis.training.run import Run, RunOptions
 from dpis.training.task import EarlyStop, Task
@@ -171,6 +170,8 @@ def train(
         batch_shaped=batch_shaped,
         device=where,
     )
+    if not len(records):
+        raise InputError("there are no records to train on: the data set is empty")
     config = Config(
         method=Method.parse(method),
         epsilon=epsilon,
@@ -265,10 +266,16 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter], float], Optimizer]] = {
 }
 
 
-def require_learning_rate(lr: float) -> None:
-    """A finite number above 0."""
-    if not (math.isfinite(lr) and lr > 0):
-        raise InputError(f"the learning rate must be a finite number above 0, found {lr!r}")
+LARGEST_LEARNING_RATE = 1e6
+"""Beyond it weights leave what float32 holds within a few steps."""
+
+
+def require_learning_rate(lr: float, what: str = "the learning rate") -> None:
+    """A number above 0, and no larger than weights can bear."""
+    if not 0 < lr <= LARGEST_LEARNING_RATE:
+        raise InputError(
+            f"{what} must be a number above 0 and at most {LARGEST_LEARNING_RATE:g}, found {lr!r}"
+        )
 
 
 def _optimizer(given: str | Optimizer | MakeOptimizer, model: nn.Module, lr: float) -> Optimizer:
@@ -293,6 +300,7 @@ def _held_out(
         return None
     if metrics is None:
         metrics = _metrics_for(loss)
+    require_numbers(tensors_of(dataset))  # others when they are measured
     return HeldOut(dataset, metrics, None if collate_fn is default_collate else collate_fn)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,11 @@ ROWS_AT_ONCE = 1024
 
 
 def correct(output: Tensor, target: Tensor) -> Tensor:
-    """1 where the largest output is the target's class, else 0 (over positions: their share)."""
+    """1 where the largest output is the target's class, else 0 (over positions: their share); NaN of a NaN."""
     right = (output.argmax(dim=1) == target).double()
+    right = right.masked_fill(
+        output.isnan().any(dim=1), torch.nan
+    )  # argmax takes it for the largest
     return right.reshape(len(right), -1).mean(1)
 
 
@@ -75,12 +78,22 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict
                     f"held-out batches must be (input, ..., target), found {type(batch).__name__}: metrics compare the "
                     "model's output with the target. Leave held_out out and measure the released model yourself"
                 )
+            require_numbers(batches.tensors(batch))
             *inputs, target = batches.apply(lambda tensor: tensor.to(device), batch)
             output = module(*inputs)
             rows += batches.rows(batch)
             for name, metric in held_out.metrics.items():
                 totals[name] += float(metric(output, target).double().sum())
     return {name: total / rows for name, total in totals.items()} if rows else {}
+
+
+def require_numbers(tensors: Iterable[Tensor]) -> None:
+    """No NaN among held-out inputs and targets: a metric would measure that, not the model."""
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise InputError(
+                "held-out inputs and targets must be numbers, found NaN: remove or impute those records"
+            )
 
 
 def _batches(held_out: HeldOut) -> Iterator[Any]:
