@@ -30,6 +30,7 @@ from dpis.accounting import (
 from dpis.accounting.ledger import Mode
 from dpis.accounting.renyi import best_order, renyi_divergence
 from dpis.accounting.workload import composition_of, releases_over_run
+from dpis.defaults import A_E
 from dpis.errors import InputError
 
 
@@ -72,7 +73,8 @@ def plan(
     a_e: Annotated[
         float | None,
         typer.Option(
-            "--a-e", help="Adaptive: share of epochs that reserve for kappa = 1. [default: 0.8]"
+            "--a-e",
+            help=f"Adaptive: share of epochs that reserve for kappa = 1. [default: {A_E:g}]",
         ),
     ] = None,
     decay_rate: Annotated[
@@ -127,7 +129,7 @@ def plan(
         result = plan_adaptive(
             budget,
             workload,
-            a_e=0.8 if a_e is None else a_e,
+            a_e=A_E if a_e is None else a_e,
             adjacency=neighbours,
             releases=releases,
         )
