@@ -56,10 +56,6 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "physical batch": ({"physical_batch": 0}, "physical batch"),
     "count": ({"release_n": True, "n_public": None}, "release_n needs n_public"),
     "learning rate": ({"lr": 1e38}, "at most 1e\\+06"),
-    "no records": (
-        {"dataset": TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long))},
-        "there are no records",
-    ),
     "held-out NaN": (
         {"held_out": TensorDataset(torch.full((3, 4), torch.nan), torch.zeros(3).long())},
         "held-out inputs and targets must be numbers",

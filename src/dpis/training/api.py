@@ -170,8 +170,6 @@ def train(
         batch_shaped=batch_shaped,
         device=where,
     )
-    if not len(records):
-        raise InputError("there are no records to train on: the data set is empty")
     config = Config(
         method=Method.parse(method),
         epsilon=epsilon,
