@@ -15,7 +15,7 @@ from dpis.training import Records, Run, RunOptions, Task, Trainer
 from tests.forks import error_in_a_fork, needs_fork
 from tests.training.toys import Each, assert_verifies, fit, linear, points, released
 
-pytestmark = needs_fork
+pytestmark = [needs_fork, pytest.mark.slow]
 
 
 def _files(folder: Path) -> dict[str, bytes]:

@@ -70,6 +70,7 @@ def test_where_it_stands_does_not_show() -> None:
     assert _told("\n# a comment\n\n" + SOURCE) == _told()
 
 
+@pytest.mark.slow
 def test_every_process_says_the_same() -> None:
     script = "from tests.training.test_identity import _told; print(_told(), end='')"
     for seed in ("1", "2"):

@@ -13,6 +13,8 @@ from tests.accounting.test_broken_on_purpose import PLANTS as OF_ACCOUNTING
 from tests.mechanism.test_broken_on_purpose import PLANTS as OF_THE_MECHANISM
 from tests.training.toys import assert_verifies, fit
 
+pytestmark = pytest.mark.slow
+
 PLACES = sorted(
     {(plant.target, plant.name) for plant in (*OF_ACCOUNTING, *OF_THE_MECHANISM)},
     key=lambda place: (place[0].__name__, place[1]),
