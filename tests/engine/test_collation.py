@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
+from dpis.engine.blank import PrivateCollate
 from dpis.gradients import CouplingError
+from dpis.training.fetching import WatchedItems
 
 from .loops import private
 
@@ -220,3 +222,21 @@ def test_a_data_set_that_is_watched_is_the_users_in_all_else():
     assert loop.loader.dataset.centred is False
     assert len(loop.loader.dataset) == 40
     assert torch.equal(pickle.loads(pickle.dumps(loop.loader.dataset))[3][0], fixed()[3][0])
+
+
+def test_names_of_items_in_an_array_are_taken() -> None:
+    def with_names(items: Items) -> tuple[Tensor, Tensor, Any]:
+        return *padded(items), np.array([f"item of class {y}" for _, y in items])
+
+    batch = PrivateCollate(with_names, fixed())(fixed(6))
+    assert batch[2].shape == (6,)
+
+
+def test_what_a_worker_sets_is_for_the_data_set() -> None:
+    class AtOnce(list):  # type: ignore[type-arg]
+        def __getitems__(self, places: list[int]) -> Any:
+            return [self[place] for place in places]
+
+    dataset = AtOnce(fixed())
+    WatchedItems(dataset).opened = True
+    assert dataset.opened  # type: ignore[attr-defined]

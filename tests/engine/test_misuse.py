@@ -99,6 +99,15 @@ def test_what_is_trained_beside_the_private_model_is_refused(beside: str):
         TRAINED_BESIDE[beside](loop.model(inputs))
 
 
+def test_a_head_behind_a_tensor_that_outputs_were_written_into():
+    loop = private()
+    _, inputs, _ = first_batch(loop)
+    rows = torch.zeros(len(inputs), 3).double()
+    rows[:] = loop.model(inputs)
+    with pytest.raises(MisuseError, match="one model of all that is trained"):
+        nn.Linear(3, 3).double()(rows)
+
+
 def test_a_fixed_head_and_rows_put_in_another_order_are_not_trained_beside_it():
     loop = private()
     _, inputs, targets = first_batch(loop)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -123,3 +124,37 @@ def test_a_function_in_a_wrapper_of_torch_shows() -> None:
         return torch.no_grad()(lambda x: by * x)
 
     assert described(wrapped(2)) == described(wrapped(2)) != described(wrapped(3))
+
+
+def test_a_name_of_an_attribute_and_a_counter_are_no_settings() -> None:
+    source = "calls = {}\nmean = {}\ndef loss(x):\n    global calls\n    calls += 1\n    return x.mean(1)"
+    assert described(_module(source.format(0, 1))["loss"]) == described(
+        _module(source.format(5, 2))["loss"]
+    )
+
+
+def _frozen(value: float) -> nn.Module:
+    layer = nn.Linear(1, 1).requires_grad_(False)
+    nn.init.constant_(layer.weight, value)
+    nn.init.zeros_(layer.bias)
+    return nn.Sequential(layer)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda value: np.array([1.0, value]),
+        lambda value: {"smooth": value},
+        lambda value: torch.tensor([complex(0, value)]),
+        lambda value: torch.tensor([0.0, value]).to_sparse(),
+        _frozen,
+    ],
+    ids=["array", "mapping", "complex", "sparse", "frozen layers"],
+)
+def test_what_a_loss_holds_shows(held: Callable[[float], Any]) -> None:
+    def loss_with(value: float) -> Any:
+        kept = held(value)
+        return lambda x: (x, kept)
+
+    assert described(loss_with(1.0)) == described(loss_with(1.0))
+    assert described(loss_with(1.0)) != described(loss_with(2.0))

@@ -111,6 +111,10 @@ def _to_what_is_frozen(module: Couples, rows: Tensor) -> None:
     module.frozen.lerp_(rows.mean(0), 0.1)
 
 
+def _to_what_is_frozen_past_versions(module: Couples, rows: Tensor) -> None:
+    module.frozen.data.lerp_(rows.mean(0), 0.1)
+
+
 def _to_what_is_trained(module: Couples, rows: Tensor) -> None:
     """From the first batch, as activation normalisation begins."""
     if not module.begun:
@@ -123,6 +127,7 @@ WRITERS = {
     _anew: "mean",
     _past_versions: "mean",
     _to_what_is_frozen: "frozen",
+    _to_what_is_frozen_past_versions: "frozen",
     _to_what_is_trained: "out.bias",
 }
 
@@ -152,6 +157,14 @@ def test_buffers_that_stay_are_released_as_they_are(tmp_path: Path) -> None:
     model.mean += 3.0
     found = weights(fit(tmp_path / "run", model).folder)
     assert torch.equal(found["mean"], torch.full((4,), 3.0))
+
+
+def test_buffers_and_frozen_parameters_of_any_kind_may_stay(tmp_path: Path) -> None:
+    model = linear()
+    model.register_buffer("neighbours", torch.eye(3).to_sparse(), persistent=False)
+    model.register_buffer("waves", torch.ones(2, dtype=torch.complex64), persistent=False)
+    model.register_parameter("off", nn.Parameter(torch.tensor(torch.nan), requires_grad=False))
+    fit(tmp_path / "run", model)
 
 
 def test_batch_normalisation_is_refused(tmp_path: Path) -> None:

@@ -33,7 +33,10 @@ class PrivateCollate:
         if not items:
             item = self._dataset[0]
             return emptied(self._collate([item]), self._collate([item, item]))
-        kept, chance = self._probe.keep(items), GeneratorStates.now()
+        kept = self._probe.keep(items)
+        if kept is None:
+            return self._collate(items)
+        chance = GeneratorStates.now()
         batch = self._collate(items)
         self._probe.look(batch, kept, chance.again)
         return batch

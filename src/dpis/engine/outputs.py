@@ -54,6 +54,8 @@ class WatchedOutput(Tensor):
             look(args[0].as_subclass(Tensor))
         result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
+            for written in (args[0] if args else None, (kwargs or {}).get("out")):
+                _watch_from_now_on(written, look)
             if isinstance(result, WatchedOutput):
                 return _passed_on(result, look)
             if isinstance(result, tuple | list):
@@ -63,6 +65,13 @@ class WatchedOutput(Tensor):
 
 def _look_of(tensor: Tensor) -> Look | None:
     return tensor.before_backward if isinstance(tensor, WatchedOutput) else None
+
+
+def _watch_from_now_on(written: object, look: Look | None) -> None:
+    """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too."""
+    if type(written) is Tensor and written.requires_grad and not written.is_leaf:
+        written.__class__ = WatchedOutput
+        written.before_backward = look  # type: ignore[attr-defined]
 
 
 def _passed_on(tensor: Tensor, look: Look | None) -> Tensor:

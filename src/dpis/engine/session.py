@@ -183,7 +183,7 @@ class Session:
         before = self._sum.records + sum(p.rows for p in self._passes)
         self._require_delivered(inputs, before)
         if self._state is None:
-            self._state = ModelState(self.gradients.module)
+            self._state = ModelState(self.gradients.module, closely=self.looks_now)
         passed = self.gradients.run(args, kwargs)
         self._state.check_unwritten()
         self._require_rows(before + passed.rows)

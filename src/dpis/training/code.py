@@ -5,6 +5,7 @@ Of installed packages, torch and this package among them, the name is enough: it
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import os
@@ -94,7 +95,11 @@ def _contents(cell: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Of what it reads beside itself and does not write: a counter is no setting."""
+    steps = list(dis.get_instructions(code))
+    written = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
+    read = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    yield from read - written
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)

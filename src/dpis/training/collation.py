@@ -25,6 +25,8 @@ FEW, MORE = 5, 7
 ASKED, COMPARED = 8, 3
 """Of a batch: how many items are collated by themselves, and how many of those are compared."""
 OF_NO_ROW = -1
+NUMBERS = "biufc"
+"""Kinds of numpy arrays that are tensors."""
 
 
 def is_power_of_two(number: int) -> bool:
@@ -157,6 +159,8 @@ def _differing(a: Any, b: Any, few: Any, more: Any) -> set[int]:
     """
     if isinstance(a, PackedSequence):
         return _differing(*(_unpacked(packed) for packed in (a, b, few, more)))
+    if isinstance(a, np.ndarray) and a.dtype.kind not in NUMBERS:
+        return _differing(*(array.tolist() for array in (a, b, few, more)))
     if isinstance(a, Tensor | np.ndarray):
         return _differing_tensors(*(torch.as_tensor(t) for t in (a, b, few, more)))
     if isinstance(a, Mapping):
@@ -228,5 +232,6 @@ _MIXES = (
     "collate_fn mixes rows: row i must be made of item i alone, but {0} changed with the item of another place. "
     "Records would couple, and weights and norms go to the wrong ones: the privacy guarantee would not hold. Keep "
     "the order of the items (pack with enforce_sorted=False in the model instead of sorting), leave mixtures and "
-    "statistics of the batch out, use public numbers, and draw random numbers from torch, numpy or random alone"
+    "statistics of the batch out, use public numbers, and draw random numbers from torch, numpy or random alone, as "
+    "many for every item: a crop that takes more of them for a longer item belongs in the data set's __getitem__"
 )

@@ -74,8 +74,7 @@ class WatchedItems(Dataset[Any]):
     """A data set with ``__getitems__`` in a loader, tried out now and then; in all else the data set itself."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._probe = FetchProbe(dataset.__getitems__)
+        self.__dict__.update(_dataset=dataset, _probe=FetchProbe(dataset.__getitems__))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -95,6 +94,10 @@ class WatchedItems(Dataset[Any]):
         if name.startswith("__") or "_dataset" not in self.__dict__:  # while it is unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a worker sets when it starts is for the data set."""
+        setattr(self._dataset, name, value)
 
 
 _COUPLES = (

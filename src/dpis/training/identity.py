@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -36,8 +37,9 @@ def described(value: Any, met: dict[int, Any] | None = None) -> str:
     if isinstance(value, Plain):
         return repr(value)
     if isinstance(value, Tensor):
-        contents = hashlib.sha256(value.detach().cpu().double().numpy().tobytes()).hexdigest()
-        return f"{value.dtype} {tuple(value.shape)} {contents}"
+        return f"{value.dtype} {tuple(value.shape)} {_contents(value)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{k}: {also(v)}' for k, v in value.items())}}}"
     if isinstance(value, Sequence):
@@ -54,7 +56,19 @@ def described(value: Any, met: dict[int, Any] | None = None) -> str:
     own = {k: v for k, v in attributes.items() if _is_plain(v) and k != "training"}
     if isinstance(value, nn.Module):
         own |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
+        own |= {
+            name: p
+            for name, p in value._parameters.items()
+            if p is not None and not p.requires_grad
+        }
+        own |= value._modules
     return f"{also(type(value))} {also(own)}"
+
+
+def _contents(tensor: Tensor) -> str:
+    dense = tensor.detach().cpu().to_dense()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    return hashlib.sha256(real.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _code(value: FunctionType | type, met: dict[int, Any]) -> str:
@@ -64,8 +78,8 @@ def _code(value: FunctionType | type, met: dict[int, Any]) -> str:
 
     def held(part: Any) -> str:
         """Of what a function holds or names only what does not change as it runs."""
-        fixed = isinstance(part, Tensor) and not part.requires_grad and part.layout is torch.strided
-        shown = (FunctionType, MethodType, type, functools.partial, nn.Module)
+        fixed = isinstance(part, Tensor) and not part.requires_grad
+        shown = (FunctionType, MethodType, type, functools.partial, nn.Module, np.ndarray, dict)
         if fixed or _is_plain(part) or isinstance(part, shown):
             return described(part, met)
         return name_of(type(part))

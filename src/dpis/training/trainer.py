@@ -21,6 +21,7 @@ from dpis.gradients.batches import Batch
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
+from dpis.training.collation import is_power_of_two
 from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
@@ -173,7 +174,7 @@ class Trainer:
         draw = mechanism.draw()
         self._to_training_mode()
         with seeded_torch(key.stream("model", step)):
-            with unwritten(task.model):
+            with unwritten(task.model, closely=is_power_of_two(step)):
                 update = mechanism.release_gradient_of_parts(
                     self._gradients, self._rows(draw), draw
                 )
