@@ -103,7 +103,7 @@ def noticed(folder, data):
 
 
 @given(st.data())
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_changed_byte_is_noticed(finished, tmp_path, data):
     position = data.draw(st.integers(0, len(finished) - 1))
     byte = data.draw(st.integers(0, 255).filter(lambda b: b != finished[position]))

@@ -94,6 +94,7 @@ def law_a_torn_event_counts_as_spent(folder, header, verify=verify_ledger):
     assert "torn" in torn.problem
 
 
+@pytest.mark.slow
 def test_a_torn_event_counts_as_spent(tmp_path, header):
     law_a_torn_event_counts_as_spent(tmp_path, header)
 

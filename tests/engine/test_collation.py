@@ -152,7 +152,7 @@ def padded_left(items: Items) -> tuple[Tensor, Tensor]:
     ],
     ids=["default", "stacked", "padded", "padded on the left", "random", "equal records"],
 )
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_items_by_themselves_are_taken(dataset: Any, collate: Any, workers: int):
     train(dataset, collate, num_workers=workers)
 
@@ -210,7 +210,7 @@ class Unmixed(AtOnce):
     centred = False
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_items_that_are_fetched_at_once_are_made_by_themselves(workers: int):
     with pytest.raises(CouplingError, match=r"__getitems__ mixes records"):
         train(AtOnce(fixed()), default_collate, num_workers=workers)
