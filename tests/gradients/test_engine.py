@@ -488,6 +488,7 @@ ODD_SIZES: dict[str, tuple[int, int, Callable[[], nn.Module]]] = {
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("chunk", [16, 7])
 @pytest.mark.parametrize("name", ODD_SIZES)
+@pytest.mark.slow
 def test_a_norm_keeps_its_bits_at_odd_sizes(name: str, chunk: int) -> None:
     features, positions, model = ODD_SIZES[name]
     gradients = RecordGradients(model(), nn.CrossEntropyLoss(), chunk=chunk, check=False)

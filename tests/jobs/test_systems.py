@@ -112,7 +112,8 @@ def test_planted_channel_statistics_without_noise_show(pictures, monkeypatch):
     assert 0.7 < spread < 1.4  # 81 draws: six standard deviations either way
 
 
-@pytest.mark.parametrize("normalise", ["group", pytest.param("channel", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("normalise", ["group", "channel"])
 def test_scattered_views_train_and_predict(pictures, normalise):
     options = ["--augment", "shift,flip", "--augmentations", "3", "--normalise", normalise]
     assert train(pictures, "--model", "scatter-linear", *options) == 0

@@ -237,6 +237,7 @@ def test_a_missing_ledger(run, capsys):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "summary.json", "ledger.jsonl", ""])
+@pytest.mark.slow
 def test_the_page_never_replaces_a_file_of_the_run(run, capsys, name):
     before = (run / "ledger.jsonl").read_bytes()
     refused(run, capsys, "cannot be the page", "--out", str(run / name))
