@@ -15,6 +15,7 @@ from dpis.engine.delivered import Delivered
 from dpis.errors import DpisError
 from dpis.gradients import batches
 from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
+from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
@@ -227,7 +228,7 @@ class Session:
     @property
     def looks_now(self) -> bool:
         """Whether to look at the loss of the last forward pass: at the 1st, 2nd, 4th, 8th, ..."""
-        return self._forwards & (self._forwards - 1) == 0
+        return time_to_look(self._forwards)
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Before it is differentiated."""

@@ -18,6 +18,7 @@ from dpis.gradients.collect import beyond, collect
 from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
+from dpis.gradients.looks import time_to_look
 from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.ownership import probe
 from dpis.gradients.plan import (
@@ -121,7 +122,7 @@ class Recorder:
         self._require_unchanged()
         self.prepare(batch)
         self._passes += 1
-        if self._check and _is_power_of_two(self._passes):  # the first batch may not show all
+        if self._check and time_to_look(self._passes):  # the first batch may not show all
             with self.undisturbed():
                 self._probe_ownership(batch)
                 self._compare_with_autograd(self._several(batch, real))
@@ -371,10 +372,6 @@ class Recorder:
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _eagerly() -> AbstractContextManager[object]:

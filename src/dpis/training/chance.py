@@ -40,13 +40,14 @@ class GeneratorStates:
     def again(self) -> Iterator[None]:
         """From here once more, for a while."""
         before = GeneratorStates.now()
-        self._put_back()
+        self.put_back()
         try:
             yield
         finally:
-            before._put_back()
+            before.put_back()
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
+        """Let them stand there again."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -58,15 +59,14 @@ def seeded_generators(stream: Stream) -> Iterator[None]:
 
     So a step that is done again, after a crash, sees the same transforms of its items.
     """
-    before = random.getstate(), np.random.get_state()
+    before = GeneratorStates.now()
     with seeded_torch(stream):
         random.seed(stream.bytes(16))
         np.random.seed(np.frombuffer(stream.bytes(16), np.uint32))
         try:
             yield
         finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            before.put_back()
 
 
 def torch_generator(seed: bytes, device: torch.device) -> torch.Generator:

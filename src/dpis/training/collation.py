@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from dpis.gradients import CouplingError, batches
 from dpis.gradients.batches import Batch
+from dpis.gradients.looks import time_to_look
 
 Collate = Callable[[list[Any]], Batch]
 Chance = Callable[[], AbstractContextManager[object]]
@@ -27,11 +28,6 @@ ASKED, COMPARED = 8, 3
 OF_NO_ROW = -1
 NUMBERS = "biufc"
 """Kinds of numpy arrays that are tensors."""
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether it is time to look again: at the 1st, 2nd, 4th, 8th, … occasion."""
-    return number & (number - 1) == 0
 
 
 class CollateProbe:
@@ -53,7 +49,7 @@ class CollateProbe:
         if self._collate is default_collate or len(items) < 2:
             return None
         self._batches += 1
-        self._due |= is_power_of_two(self._batches)
+        self._due |= time_to_look(self._batches)
         return [_copied(item) for item in items] if self._due else None
 
     def look(self, batch: Batch, items: list[Any] | None, chance: Chance) -> None:

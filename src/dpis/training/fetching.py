@@ -9,8 +9,9 @@ from torch.utils.data import Dataset, Subset
 
 from dpis.errors import InputError
 from dpis.gradients import CouplingError
+from dpis.gradients.looks import time_to_look
 from dpis.training.chance import GeneratorStates
-from dpis.training.collation import Chance, differ, is_power_of_two
+from dpis.training.collation import Chance, differ
 
 Fetch = Callable[[list[int]], Sequence[Any]]
 
@@ -55,7 +56,7 @@ class FetchProbe:
         if len(places) < 2:
             return
         self._batches += 1
-        if not is_power_of_two(self._batches):
+        if not time_to_look(self._batches):
             return
 
         def fetched(others: list[int]) -> Sequence[Any]:

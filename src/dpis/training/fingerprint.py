@@ -13,6 +13,7 @@ from torch import Tensor
 from dpis.errors import InputError
 from dpis.randomness import Key
 from dpis.training.records import Records
+from dpis.training.tensors import flattened
 
 
 def fingerprint(records: Records, key: Key) -> str:
@@ -33,8 +34,7 @@ def fingerprint(records: Records, key: Key) -> str:
 def _update(digest: hashlib.blake2b, value: Any) -> None:
     """Every value with its kind and its length in front, so that no two have the same bytes."""
     if isinstance(value, Tensor):
-        dense = value.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
-        plain = dense.reshape(-1).view(torch.uint8).numpy()
+        plain = flattened(value.cpu()).view(torch.uint8).numpy()
         _put(digest, f"tensor {value.dtype} {tuple(value.shape)}", plain.data)
     elif isinstance(value, Mapping):
         _put(digest, f"mapping {len(value)}")

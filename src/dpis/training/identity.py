@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dpis.training.code import class_code, function_code, name_of
 from dpis.training.task import Task
+from dpis.training.tensors import flattened
 
 Plain = str | bool | int | float | complex | None
 
@@ -66,9 +67,7 @@ def described(value: Any, met: dict[int, Any] | None = None) -> str:
 
 
 def _contents(tensor: Tensor) -> str:
-    dense = tensor.detach().cpu().to_dense()
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
-    return hashlib.sha256(real.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flattened(tensor.cpu()).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _code(value: FunctionType | type, met: dict[int, Any]) -> str:

@@ -19,12 +19,12 @@ from dpis.data.users import UserIndex, choose_rows, group_by_user
 from dpis.errors import InputError
 from dpis.gradients import CouplingError, batches
 from dpis.gradients.batches import Batch
+from dpis.gradients.looks import time_to_look
 from dpis.randomness import Key, Stream
 from dpis.training.chance import seeded_generators, torch_generator
 from dpis.training.collation import (
     Collate,
     CollateProbe,
-    is_power_of_two,
     padded_otherwise,
 )
 from dpis.training.fetching import FetchProbe, fetches_at_once
@@ -288,7 +288,7 @@ class Records:
         if _equal(batch, exchanged):  # of equal records nothing shows
             return
         self._augmentations += 1
-        if is_power_of_two(self._augmentations):
+        if time_to_look(self._augmentations):
             other = self._apply_augment(exchanged, chance())
             if not self._same_but_for_first(changed, other, own):
                 raise CouplingError(_MIXES)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients import CouplingError
+from dpis.training.tensors import flattened
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers, by their size in bytes."""
@@ -83,7 +84,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    real = torch.view_as_real(dense) if dense.is_complex() else dense
-    bits = real.reshape(-1).view(BITS[real.element_size()])
-    return int(bits.sum(dtype=torch.int64))
+    numbers = flattened(tensor)
+    whole = numbers.view(BITS.get(numbers.element_size(), torch.int64))
+    return int(whole.sum(dtype=torch.int64))

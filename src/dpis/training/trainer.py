@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dpis.errors import InputError
 from dpis.gradients import CouplingError, RecordGradients
 from dpis.gradients.batches import Batch
+from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
-from dpis.training.collation import is_power_of_two
 from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
@@ -174,7 +174,7 @@ class Trainer:
         draw = mechanism.draw()
         self._to_training_mode()
         with seeded_torch(key.stream("model", step)):
-            with unwritten(task.model, closely=is_power_of_two(step)):
+            with unwritten(task.model, closely=time_to_look(step)):
                 update = mechanism.release_gradient_of_parts(
                     self._gradients, self._rows(draw), draw
                 )
