@@ -86,3 +86,13 @@ def private(
         make = engine.make_private
     made = make(module=model, optimizer=plain, data_loader=plain_loader, **options)
     return Loop(engine, *made, plain_model=model, plain_optimizer=plain)
+
+
+def first_batch(loop: Loop) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The iteration, and its first batch that has records."""
+    batches = iter(loop.loader)
+    for inputs, targets in batches:
+        if len(inputs) > 1:
+            return batches, inputs, targets
+        loop.optimizer.step()
+    raise AssertionError

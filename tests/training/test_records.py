@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from dpis.accounting import Norms
 from dpis.errors import InputError
 from dpis.gradients import CouplingError
 from dpis.mechanism.mechanism import APPLIED_NOISE
@@ -361,100 +359,6 @@ def test_the_process_generators_are_left_alone(tmp_path: Path) -> None:
 # ── shapes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Texts(Dataset[Any]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.arange(1, 2 + index % 7), index % 2
-
-
-def _padded(items: list[Any]) -> Any:
-    texts = nn.utils.rnn.pad_sequence([text for text, _ in items], batch_first=True)
-    return texts, torch.tensor([target for _, target in items])
-
-
-class MeanOfWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.out = nn.Embedding(9, 3), nn.Linear(3, 2)
-
-    def forward(self, texts: Tensor) -> Tensor:
-        mask = (texts > 0).float()[..., None]
-        return self.out((self.words(texts) * mask).sum(1) / mask.sum(1))
-
-
-def test_shapes_that_follow_the_batch_are_refused(tmp_path: Path) -> None:
-    settings = {"dataset": Texts(), "collate_fn": _padded, "batch_size": 4, "epochs": 1}
-    with pytest.raises(InputError, match=r"one shape are required.*batch_shaped=True"):
-        fit(tmp_path / "run", MeanOfWords(), **settings)
-
-
-def test_shapes_that_follow_the_batch_can_be_declared(tmp_path: Path) -> None:
-    settings = {"dataset": Texts(), "collate_fn": _padded, "batch_size": 4, "epochs": 1}
-    result = fit(tmp_path / "run", MeanOfWords(), batch_shaped=True, **settings)
-    assert ledger(result.folder).header.norms is Norms.BATCH_SHAPED
-    assert any("batch-shaped" in note for note in result.summary.notes)
-    plain = fit(tmp_path / "plain")
-    assert ledger(plain.folder).header.norms is Norms.FIXED_SHAPE
-
-
-class UnmaskedMean(MeanOfWords):
-    def forward(self, texts: Tensor) -> Tensor:
-        return self.out(self.words(texts).mean(1))
-
-
-class ZeroForPadding(MeanOfWords):
-    """Until noise moves it: from the second step on, padding has a vector like any word."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 3, padding_idx=0)
-
-    def forward(self, texts: Tensor) -> Tensor:
-        return self.out(self.words(texts).sum(1))
-
-
-@pytest.mark.parametrize("model", [UnmaskedMean, ZeroForPadding])
-@pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
-def test_a_model_that_sees_padding_is_refused(tmp_path: Path, model: Any, method: str) -> None:
-    settings = {"dataset": Texts(), "collate_fn": _padded, "batch_size": 4, "epochs": 1}
-    settings |= {"batch_shaped": True, "method": method}
-    with pytest.raises(CouplingError, match=r"how far it is padded.*guarantee would not hold"):
-        fit(tmp_path / "run", model(), **settings)
-    assert not (tmp_path / "run" / "model.safetensors").exists()
-    fit(tmp_path / "masked", MeanOfWords(), **settings)
-
-
-class Packed(nn.Module):
-    """Sizes inside follow the lengths of the batch, whatever the collate function says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.RNN(1, 3, batch_first=True), nn.Linear(3, 2)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        lengths = (rows > 0).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(
-            rows[..., None], lengths, batch_first=True, enforce_sorted=False
-        )
-        return self.out(self.rnn(packed)[1][0])
-
-
-def test_packed_sequences_must_be_declared(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="batch_shaped=True"):
-        fit(tmp_path / "run", Packed())
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_collate_function_must_keep_the_rows(tmp_path: Path) -> None:
-    def joined(items: list[Any]) -> Any:
-        return torch.stack([x for x, _ in items])[1:], torch.stack([y for _, y in items])[1:]
-
-    with pytest.raises(InputError, match="one row an item"):
-        fit(tmp_path / "run", collate_fn=joined)
-
-
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(points())
@@ -483,129 +387,3 @@ def test_what_makes_no_records_is_refused(
     with pytest.raises(InputError, match=message):
         fit(tmp_path / "run", **settings)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_collate_function_that_mixes_rows_is_refused(tmp_path: Path) -> None:
-    def standardised(items: list[Any]) -> tuple[Tensor, Tensor]:
-        inputs, targets = torch.utils.data.default_collate(items)
-        return (inputs - inputs.mean(0)) / (inputs.std(0) + 1), targets
-
-    with pytest.raises(CouplingError, match="collate_fn mixes rows"):
-        fit(tmp_path / "run", collate_fn=standardised)
-    assert not (tmp_path / "run").exists()
-
-
-class AtOnce(Dataset[Any]):
-    """Fetches several items at once, and does something to them."""
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.change = change
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, place: int) -> Any:
-        return self.__getitems__([place])[0]
-
-    def __getitems__(self, places: list[int]) -> list[Any]:
-        inputs, targets = POINTS[places]
-        return list(zip(self.change(inputs), targets, strict=True))
-
-
-def _standardised(inputs: Tensor) -> Tensor:
-    return (inputs - inputs.mean(0)) / (inputs.std(0) + 1)
-
-
-def _reversed(inputs: Tensor) -> Tensor:
-    return inputs.flip(0)
-
-
-def _by_the_largest(inputs: Tensor) -> Tensor:
-    return inputs / inputs.max()
-
-
-def _unlike_numbers_of_random_numbers(inputs: Tensor) -> Tensor:
-    """As transforms that try until a crop fits."""
-    return torch.stack([x + torch.rand(1 + int(x[0] > 0)).sum() for x in inputs])
-
-
-@pytest.mark.parametrize("change", [_standardised, _reversed, _by_the_largest])
-@pytest.mark.parametrize("subset", [False, True])
-def test_items_that_are_fetched_at_once_are_made_by_themselves(
-    tmp_path: Path, change: Any, subset: bool
-) -> None:
-    dataset: Any = Subset(AtOnce(change), range(64)) if subset else AtOnce(change)
-    with pytest.raises(CouplingError, match=r"__getitems__ mixes records.*guarantee would not"):
-        fit(tmp_path / "run", dataset=dataset)
-    assert not (tmp_path / "run").exists()
-
-
-def test_items_may_be_fetched_at_once(tmp_path: Path) -> None:
-    plain, found = fit(tmp_path / "plain"), fit(tmp_path / "run", dataset=AtOnce(torch.clone))
-    for name, value in weights(plain.folder).items():
-        torch.testing.assert_close(weights(found.folder)[name], value)
-    fit(tmp_path / "random", dataset=AtOnce(_unlike_numbers_of_random_numbers))
-
-
-def test_as_many_items_as_were_asked_for(tmp_path: Path) -> None:
-    class Fewer(AtOnce):
-        def __getitems__(self, places: list[int]) -> list[Any]:
-            return super().__getitems__(places)[1:]
-
-    with pytest.raises(InputError, match="one item a place"):
-        fit(tmp_path / "run", dataset=Fewer(torch.clone))
-
-
-DATA = points()
-
-
-@pytest.mark.parametrize(
-    "held_out",
-    [
-        DATA,
-        TensorDataset(*(tensor[:10] for tensor in DATA.tensors)),
-        TensorDataset(*(tensor[::2] for tensor in DATA.tensors)),
-        TensorDataset(DATA.tensors[0][:, 2:], DATA.tensors[1]),
-        Subset(DATA, range(60)),
-        Subset(Subset(DATA, [3, 62]), [0]),
-        ConcatDataset([points(8, seed=1), Subset(DATA, [-60])]),
-        Subset(TensorDataset(*(tensor[60:] for tensor in DATA.tensors)), [0]),
-    ],
-    ids=[
-        "itself",
-        "first",
-        "strided",
-        "columns",
-        "subset",
-        "subset of it",
-        "sum",
-        "part of a view",
-    ],
-)
-@pytest.mark.parametrize("part", [False, True])
-def test_training_data_is_not_held_out_data(tmp_path: Path, held_out: Any, part: bool) -> None:
-    trained = Subset(DATA, range(62)) if part else DATA
-    with pytest.raises(InputError, match="held_out is the training data"):
-        fit(tmp_path / "run", dataset=trained, held_out=held_out)
-
-
-@pytest.mark.parametrize(
-    ("trained", "held_out"),
-    [
-        (Subset(DATA, range(54)), Subset(DATA, range(54, 64))),
-        (Subset(DATA, range(54)), ConcatDataset([Subset(DATA, range(54, 64)), points(8, seed=1)])),
-        (
-            TensorDataset(*(t[:54] for t in DATA.tensors)),
-            TensorDataset(*(t[54:] for t in DATA.tensors)),
-        ),
-        (
-            TensorDataset(*(t[::2] for t in DATA.tensors)),
-            TensorDataset(*(t[1::2] for t in DATA.tensors)),
-        ),
-    ],
-    ids=["subsets", "sum", "views", "every other row"],
-)
-def test_other_rows_of_one_data_set_may_be_held_out(
-    tmp_path: Path, trained: Any, held_out: Any
-) -> None:
-    fit(tmp_path / "run", dataset=trained, held_out=held_out, epochs=1)
