@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from dpis.engine.blank import PrivateCollate
+from dpis.engine.collate import PrivateCollate
 from dpis.gradients import CouplingError
 from dpis.training.fetching import WatchedItems
 
@@ -85,19 +85,20 @@ MIXING = [
 ]
 
 
-class FirstPosition(nn.Module):
-    """Whatever the padding."""
+class OnePosition(nn.Module):
+    """Of the items themselves, whatever the padding."""
 
-    def __init__(self) -> None:
+    def __init__(self, position: int) -> None:
         super().__init__()
-        self.out = nn.Linear(2, 3)
+        self.out, self.position = nn.Linear(2, 3), position
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x[:, 0])
+        return self.out(x[:, self.position])
 
 
 def train(dataset: Any, collate: Callable[[Any], Any], **loader: Any) -> None:
-    loop = private(FirstPosition(), dataset, loader={"collate_fn": collate, **loader})
+    model = OnePosition(-1 if collate is padded_left else 0)
+    loop = private(model, dataset, loader={"collate_fn": collate, **loader})
     for inputs, targets, *_ in loop.loader:
         loop.step(inputs, targets)
 
@@ -228,7 +229,7 @@ def test_names_of_items_in_an_array_are_taken() -> None:
     def with_names(items: Items) -> tuple[Tensor, Tensor, Any]:
         return *padded(items), np.array([f"item of class {y}" for _, y in items])
 
-    batch = PrivateCollate(with_names, fixed())(fixed(6))
+    batch = PrivateCollate(with_names, fixed(), row_dim=0)(fixed(6)).batch
     assert batch[2].shape == (6,)
 
 

@@ -399,7 +399,9 @@ class Texts(Dataset):
 
 
 def padded(items: list[Any]) -> dict[str, Any]:
-    words = nn.utils.rnn.pad_sequence([item["words"] for item in items])
+    """To four words, whatever the longest."""
+    empty = torch.zeros(4, dtype=torch.long)
+    words = nn.utils.rnn.pad_sequence([*(item["words"] for item in items), empty])[:, :-1]
     labels = torch.tensor([item["label"] for item in items])
     return {"words": words, "names": [item["name"] for item in items], "label": labels}
 

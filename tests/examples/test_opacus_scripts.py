@@ -66,7 +66,7 @@ CASES = {
         "--device cpu --epochs 6 --batch-size 72", r"Test Accuracy: ([\d.]+)", least=0.8, noise=0.2
     ),
     "imdb": Case(
-        "--device cpu --epochs 3 --workers 1 --batch-size 50",
+        "--device cpu --epochs 3 --workers 1 --batch-size 50 --max-sequence-length 32",
         r"Accuracy: ([\d.]+)%",
         least=0.9,
         noise=0.1,
@@ -75,13 +75,21 @@ CASES = {
 }
 
 
-def outcome_of(name: str, engine: str, folder: Path) -> Outcome:
+def outcome_of(name: str, engine: str, folder: Path, with_needed: bool = True) -> Outcome:
     case, arguments = CASES[name], CASES[name].arguments.split()
     folder.mkdir()
     if name == "char-lstm":
         arguments += ["--data-root", str(write_names(folder))]
     environment = {"OMP_NUM_THREADS": "1", **case.environment}
-    return run(name, engine, arguments, folder, environment=environment, timeout=1800)
+    return run(
+        name,
+        engine,
+        arguments,
+        folder,
+        environment=environment,
+        timeout=1800,
+        with_needed=with_needed,
+    )
 
 
 @pytest.mark.slow
@@ -96,6 +104,13 @@ def test_learns_as_with_opacus(name: str, tmp_path: Path) -> None:
         assert abs(accuracies[engine] - accuracies["opacus"]) <= case.noise, accuracies
         # where b does not divide n, rates and numbers of steps differ a little (docs/migration.md)
         assert epsilons[engine] == pytest.approx(epsilons["opacus"], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["char-lstm", "imdb"])
+def test_texts_padded_to_the_longest_of_a_batch_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="how far it is padded"):
+        outcome_of(name, "dpis", tmp_path / "run", with_needed=False)
 
 
 @pytest.mark.parametrize("name", CASES)

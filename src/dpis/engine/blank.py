@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,36 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients import batches
-from dpis.training.chance import GeneratorStates
-from dpis.training.collation import CollateProbe
-
-
-class PrivateCollate:
-    """The user's collate function, tried out now and then; no items become a batch of length zero, shaped as any other.
-
-    It goes to the workers of a loader: each of them looks by itself, and an error there reaches the loop.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self._collate, self._dataset = collate, dataset
-        self._probe = CollateProbe(collate)
-
-    def __call__(self, items: list[Any]) -> Any:
-        """A batch of these items.
-
-        Raises:
-            CouplingError: if its rows are not made item by item.
-        """
-        if not items:
-            item = self._dataset[0]
-            return emptied(self._collate([item]), self._collate([item, item]))
-        kept = self._probe.keep(items)
-        if kept is None:
-            return self._collate(items)
-        chance = GeneratorStates.now()
-        batch = self._collate(items)
-        self._probe.look(batch, kept, chance.again)
-        return batch
 
 
 def emptied(one: Any, two: Any) -> Any:

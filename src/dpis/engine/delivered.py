@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients import batches
+from dpis.gradients.batches import Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,37 @@ class Delivered:
             if self._alike(tensor, given)
         ]
         return bool(verdicts) and not any(verdicts)
+
+    def replaced(self, inputs: Any, start: int, row: Batch) -> Any:
+        """The inputs that the model would get for another batch of one row, as a batch of two such rows.
+
+        (Models that squeeze their outputs are at a loss with one.)
+
+        Args:
+            inputs: some rows, as the model gets them.
+            start: the first of these rows in the batch.
+            row: a batch of one row, rows first.
+
+        Returns:
+            As many tensors in the places of the inputs; None, if one of these is not of the batch that was delivered.
+        """
+        others = list(batches.tensors(row))
+        found = {id(given): self._number_of(given, start) for given in batches.tensors(inputs)}
+        if any(number is None or others[number].shape[:1] != (1,) for number in found.values()):
+            return None
+
+        def other(given: Tensor) -> Tensor:
+            number = found[id(given)]
+            assert number is not None
+            return others[number].to(given.device).repeat_interleave(2, dim=0)
+
+        return batches.apply(other, inputs)
+
+    def _number_of(self, given: Tensor, start: int) -> int | None:
+        for number, (tensor, version) in enumerate(self.tensors):
+            if self._alike(tensor, given) and self._same(tensor, version, given, start):
+                return number
+        return None
 
     def _alike(self, tensor: Tensor, given: Tensor) -> bool:
         dim = self._dim(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -13,12 +13,14 @@ from dpis.engine.blank import empty_outputs
 from dpis.engine.coupling import refuse_coupled_loss
 from dpis.engine.delivered import Delivered
 from dpis.errors import DpisError
-from dpis.gradients import batches
-from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
+from dpis.gradients import CouplingError, batches
+from dpis.gradients.batches import Batch
+from dpis.gradients.deferred import DeferredGradients, Inputs, Pass, TapedGradients
 from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
+from dpis.training.collation import SEES_PADDING
 from dpis.training.state import ModelState
 
 
@@ -67,8 +69,10 @@ class Session:
         self._ahead: deque[PhysicalBatch] = deque()
         self._current: PhysicalBatch | None = None
         self._delivered = Delivered((), 0, gradients.row_dim)
+        self._padded_otherwise: Sequence[tuple[Batch, Batch]] = ()
         self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
+        self._trials: list[tuple[Pass, Inputs, Inputs]] = []  # of a row padded in two ways
         self._sum: GradientSum | None = None
         self._state: ModelState | None = None  # at the first forward pass of the step
         self._template: Any = None
@@ -131,8 +135,16 @@ class Session:
         waiting = {id(batch.draw) for batch in self._ahead}
         return len(waiting | ({id(self._sum.draw)} if self._sum is not None else set()))
 
-    def deliver(self, iteration: object, batch: Any) -> None:
-        """The oldest drawn batch goes to the loop."""
+    def deliver(
+        self, iteration: object, batch: Any, padded_otherwise: Sequence[tuple[Batch, Batch]]
+    ) -> None:
+        """The oldest drawn batch goes to the loop.
+
+        Args:
+            iteration: that it belongs to.
+            batch: its records.
+            padded_otherwise: some of its rows, each with the same row collated by itself; rows first.
+        """
         self._require_current(iteration)
         self.require_stepped()
         self._current = self._ahead.popleft()
@@ -142,6 +154,7 @@ class Session:
         rows = len(self._current.indices)
         self._expected += rows
         self._delivered = Delivered.of(batch, rows, self.gradients.row_dim)
+        self._padded_otherwise = padded_otherwise
 
     def require_stepped(self) -> None:
         """Before the next batch is taken."""
@@ -182,7 +195,8 @@ class Session:
                 "model on the whole batch"
             )
         before = self._sum.records + sum(p.rows for p in self._passes)
-        self._require_delivered(inputs, before)
+        start = before - (self._expected - len(self._current.indices))
+        self._require_delivered(inputs, start)
         if self._state is None:
             self._state = ModelState(self.gradients.module, closely=self.looks_now)
         passed = self.gradients.run(args, kwargs)
@@ -190,12 +204,11 @@ class Session:
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
+        self._prepare_trials(passed, (args, dict(kwargs)), start)
         self._forwards += 1
         return passed.outputs
 
-    def _require_delivered(self, inputs: list[Tensor], before: int) -> None:
-        assert self._current is not None
-        start = before - (self._expected - len(self._current.indices))
+    def _require_delivered(self, inputs: list[Tensor], start: int) -> None:
         if self._as_delivered and self._delivered.contradicts(inputs, start):
             raise MisuseError(
                 "the model was given other records than the loader delivered, or in another order: whoever was not "
@@ -204,6 +217,21 @@ class Session:
                 "belongs in the data set or the collate function; if it must be in the loop, say so by "
                 "make_private(inputs_as_delivered=False), and nobody checks"
             )
+
+    def _prepare_trials(self, passed: Pass, inputs: Inputs, start: int) -> None:
+        """If each input is a tensor of the batch, the inputs for a row padded otherwise are known."""
+        pairs, self._padded_otherwise = self._padded_otherwise, ()
+        for pair in pairs:
+            padded, alone = (self._delivered.replaced(inputs, start, row) for row in pair)
+            if padded is not None and alone is not None:
+                self._trials.append((passed, padded, alone))
+
+    def _require_padding_unseen(self) -> None:
+        trials, self._trials = self._trials, []
+        for passed, padded, alone in trials:
+            counted = passed in self._passes
+            if counted and not self.gradients.agree(padded, alone, passed.used):
+                raise CouplingError(SEES_PADDING)
 
     def _require_rows(self, rows: int) -> None:
         if rows > self._expected:
@@ -254,6 +282,7 @@ class Session:
                 "optimizer.step() was called after a forward pass without backward: its records would be missing "
                 "from the sum, which changes who is sampled. Call loss.backward() on the loss of these outputs first"
             )
+        self._require_padding_unseen()
         for passed in self._passes:
             tape = passed.tape(float(passed.rows) if self._mean else 1.0)
             self._sum.add(self._taped, tape, None)
@@ -293,7 +322,7 @@ class Session:
         self._forget_draw()
 
     def _forget_draw(self) -> None:
-        self._passes = []
+        self._passes, self._trials = [], []
         self._state = None
         self._expected = 0
         self._current = self._sum = None

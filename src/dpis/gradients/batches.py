@@ -29,22 +29,24 @@ def apply(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
-        return _like(batch, {key: apply(function, value) for key, value in batch.items()})
+        return like(batch, [apply(function, value) for value in batch.values()])
     if isinstance(batch, tuple | list):
-        values = [apply(function, value) for value in batch]
-        named = isinstance(batch, tuple) and hasattr(batch, "_fields")
-        return type(batch)(*values) if named else type(batch)(values)
+        return like(batch, [apply(function, value) for value in batch])
     return batch
 
 
-def _like(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """In a mapping of the same kind, if it can be made from a dictionary: some have attributes too."""
-    if type(mapping) is dict:
-        return values
+def like(container: Batch, values: list[Any]) -> Batch:
+    """Other values in a container of the same kind: a tuple, a list, or a mapping if it can be made of a dictionary."""
+    if not isinstance(container, Mapping):
+        named = isinstance(container, tuple) and hasattr(container, "_fields")
+        return type(container)(*values) if named else type(container)(values)
+    entries = dict(zip(container, values, strict=True))
+    if type(container) is dict:
+        return entries
     try:
-        return type(mapping)(values)  # type: ignore[call-arg]
+        return type(container)(entries)  # type: ignore[call-arg]
     except TypeError:
-        return values
+        return entries
 
 
 def rows(batch: Batch) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,11 @@ from dpis.errors import InputError
 from dpis.gradients import batches, guards
 from dpis.gradients.engine import Gradients, Weigh
 from dpis.gradients.recorder import Forward, Recorder
+from dpis.gradients.selfcheck import without_dropout
 from dpis.gradients.tape import Tape
+
+Inputs = tuple[Any, Any]
+"""What a module is called with: ``(args, kwargs)``."""
 
 
 @dataclass(eq=False)
@@ -29,7 +33,7 @@ class Pass:
     rows: int
     _recorder: Recorder
     _forward: Forward
-    _inputs: tuple[Any, Any]
+    _inputs: Inputs
     _watched: list[Tensor]
     _leaves: list[Tensor]
     _dim_of_rows: Callable[[Tensor, int, int], int]
@@ -37,7 +41,12 @@ class Pass:
     @property
     def backward_done(self) -> bool:
         """Whether gradients have arrived at any output."""
-        return any(leaf.grad is not None for leaf in self._leaves)
+        return any(self.used)
+
+    @property
+    def used(self) -> list[bool]:
+        """Of every output that is open to gradients, whether any have arrived."""
+        return [leaf.grad is not None for leaf in self._leaves]
 
     @property
     def leaves(self) -> list[tuple[Tensor, int]]:
@@ -106,6 +115,41 @@ class DeferredGradients:
         own = [leaves[id(t)] for t in watched]
         return Pass(outputs, rows, self._recorder, forward, inputs, watched, own, self._dim_of_rows)
 
+    def agree(self, one: Inputs, other: Inputs, used: Sequence[bool]) -> bool:
+        """Whether inputs of as many rows have the same outputs and gradients, as far as outputs have common positions.
+
+        The same rows padded otherwise, say: positions are counted from the first on, or from the last back.
+
+        Args:
+            one: ``(args, kwargs)``, rows first.
+            other: the same.
+            used: which outputs count, as `Pass.used` says it.
+        """
+        with self._recorder.undisturbed(), without_dropout(self.module):
+            outputs = list(zip(self._outputs_of(one), self._outputs_of(other), strict=True))
+
+        def directions(order: int, at_end: bool) -> list[Tensor]:
+            pairs = [pair[::order] for pair in outputs]
+            return [
+                _direction(own, common=another.shape, at_end=at_end) * counts
+                for (own, another), counts in zip(pairs, used, strict=True)
+            ]
+
+        return any(
+            self._recorder.gradients_agree(
+                (*one, directions(1, at_end)), (*other, directions(-1, at_end))
+            )
+            for at_end in (False, True)
+        )
+
+    def _outputs_of(self, inputs: Inputs) -> list[Tensor]:
+        """What comes out and is open to gradients, rows first."""
+        args, kwargs = self._exchanged(inputs)
+        with torch.enable_grad():
+            opened = enumerate(_open_to_gradients(self.module(*args, **kwargs)))
+        rows = batches.rows(inputs)
+        return [t.detach().movedim(self._dim_of_rows(t, rows, i), 0) for i, t in opened]
+
     def _row_values(self, module: nn.Module, batch: Any) -> Tensor:
         """``Σ <output, direction>`` for every row: the given directions, or any, to learn where the records are."""
         *inputs, directions = batch
@@ -126,7 +170,7 @@ class DeferredGradients:
             values = values + (by_row * direction.to(by_row)).sum(1)
         return values
 
-    def _dims_that_grow(self, inputs: tuple[Any, Any], rows: int) -> list[int | None]:
+    def _dims_that_grow(self, inputs: Inputs, rows: int) -> list[int | None]:
         """For every output, the dimension that grows from two rows to three: sizes alone may agree by chance."""
 
         def sizes(count: int) -> list[torch.Size]:
@@ -155,7 +199,7 @@ class DeferredGradients:
             "records: the guarantee would not hold. Return one entry a row and compute the loss in the loop"
         )
 
-    def _exchanged(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+    def _exchanged(self, inputs: Inputs) -> Inputs:
         """Where rows are the second dimension, they change places with the first; twice is as before."""
         if self.row_dim == 0:
             return inputs
@@ -179,6 +223,18 @@ class TapedGradients:
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in batches.tensors(outputs) if tensor.requires_grad]
+
+
+def _direction(output: Tensor, *, common: torch.Size, at_end: bool) -> Tensor:
+    """Where two outputs have common positions, other than zero: it follows the output, so that a shift of it shows."""
+    direction = torch.zeros_like(output)
+    part, values = direction, output
+    for dim, sizes in enumerate(zip(output.shape, common, strict=True)):
+        start = output.shape[dim] - min(sizes) if at_end else 0
+        part, values = (t.narrow(dim, start, min(sizes)) for t in (part, values))
+    weights = torch.linspace(0.5, 1.5, part.numel()).reshape(part.shape).to(part)
+    part.copy_(weights + values)
+    return direction
 
 
 def _grown(two: torch.Size, three: torch.Size) -> int | None:

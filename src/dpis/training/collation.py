@@ -100,15 +100,41 @@ def padded_otherwise(
         chance: the randomness that it was made with.
     """
     pairs: list[tuple[Batch, Batch]] = []
-    step = max(1, len(items or ()) // ASKED)
-    for place in range(0, len(items or ()), step):
-        assert items is not None
+    if items is None or _holds_packed(batch):  # a packed row shows its own length alone
+        return pairs
+    for place in range(0, len(items), max(1, len(items) // ASKED)):
         with chance():
             alone = collate([_copied(items[place])])
-        row = batches.take(batch, torch.tensor([place]))
+        row = _row_like(alone, batch, place, len(items))
         if _shapes(row) != _shapes(alone) and not _differing(row, alone, row, row):
             pairs.append((row, alone))
     return pairs[:COMPARED]
+
+
+def _row_like(alone: Batch, batch: Batch, place: int, rows: int) -> Batch:
+    """One row of a batch, as a batch of one: what has one entry for an item alone has one for every item."""
+    if isinstance(batch, Mapping):
+        values = [_row_like(alone.get(key), value, place, rows) for key, value in batch.items()]
+        return batches.like(batch, values)
+    if not isinstance(batch, Tensor | np.ndarray | tuple | list) or type(alone) is not type(batch):
+        return batch
+    if _entries(alone) == 1 and _entries(batch) == rows:
+        return batch[place : place + 1]
+    if isinstance(batch, tuple | list) and len(alone) == len(batch):
+        pairs = zip(alone, batch, strict=True)
+        return batches.like(batch, [_row_like(one, all_, place, rows) for one, all_ in pairs])
+    return batch
+
+
+def _entries(sequence: Any) -> int:
+    return 0 if getattr(sequence, "ndim", 1) == 0 else len(sequence)
+
+
+def _holds_packed(batch: Batch) -> bool:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return isinstance(batch, PackedSequence) or (
+        isinstance(batch, tuple | list | Mapping) and any(map(_holds_packed, values))
+    )
 
 
 def _first_move(
@@ -230,4 +256,11 @@ _MIXES = (
     "the order of the items (pack with enforce_sorted=False in the model instead of sorting), leave mixtures and "
     "statistics of the batch out, use public numbers, and draw random numbers from torch, numpy or random alone, as "
     "many for every item: a crop that takes more of them for a longer item belongs in the data set's __getitem__"
+)
+
+SEES_PADDING = (
+    "the gradient of a record depends on how far it is padded, and so on the longest record of its batch: records "
+    "couple, and the privacy guarantee would not hold. Mask what is padded (in means, attention, last positions; "
+    "padding_idx alone does not serve, noise moves that row of an embedding too) so that the model's output does not "
+    "change with it, or pad to one public length"
 )

@@ -22,6 +22,7 @@ from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
+from dpis.training.collation import SEES_PADDING
 from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
@@ -231,12 +232,7 @@ class Trainer:
         """How far a row is padded depends on who shares its batch: the model must not see it."""
         for padded, alone in rows.padded_otherwise:
             if not self._gradients.gradients_agree(padded, alone):
-                raise CouplingError(
-                    "the gradient of a record depends on how far it is padded, and so on the longest record of its "
-                    "batch: records couple, and the privacy guarantee would not hold. Mask what is padded (in means, "
-                    "attention, last positions; padding_idx alone does not serve, noise moves that row of an "
-                    "embedding too) so that the model's output does not change with it, or pad to one public length"
-                )
+                raise CouplingError(SEES_PADDING)
 
     def _step_scheduler(self) -> None:
         scheduler = self.task.scheduler

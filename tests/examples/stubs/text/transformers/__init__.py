@@ -14,8 +14,11 @@ class BertTokenizerFast:
     def __len__(self):
         return VOCABULARY
 
-    def __call__(self, texts, truncation, max_length):
-        return {"input_ids": [self.ids(text)[:max_length] for text in texts]}
+    def __call__(self, texts, truncation, max_length, padding=None):
+        rows = [self.ids(text)[:max_length] for text in texts]
+        if padding == "max_length":
+            rows = [row + [0] * (max_length - len(row)) for row in rows]
+        return {"input_ids": rows}
 
     def ids(self, text):
         words = re.findall(r"\w+|[^\w\s]", text)

@@ -1,0 +1,245 @@
+"""Rows padded to the longest of their batch in a private loop: a model that sees how far is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+
+from dpis.engine.memory import BatchMemoryManager
+from dpis.gradients import CouplingError
+
+from .loops import BATCH, private
+
+Items = list[tuple[Tensor, int]]
+SEEN = r"how far it is padded.*guarantee would not hold"
+
+
+def texts(records: int = 40) -> Items:
+    """Of one to six words out of 1..8; 0 is for padding."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 7, (records,), generator=generator).tolist()
+    return [(torch.randint(1, 9, (n,), generator=generator), i % 3) for i, n in enumerate(lengths)]
+
+
+def padded(items: Items) -> tuple[Tensor, Tensor]:
+    targets = torch.tensor([y for _, y in items])
+    return pad_sequence([x for x, _ in items], batch_first=True), targets
+
+
+def padded_in_front(items: Items) -> tuple[Tensor, Tensor]:
+    inputs, targets = padded([(x.flip(0), y) for x, y in items])
+    return inputs.flip(1), targets
+
+
+def to_one_length(items: Items) -> tuple[Tensor, Tensor]:
+    inputs, targets = padded(items)
+    return functional.pad(inputs, (0, 6 - inputs.shape[1])), targets
+
+
+class Words(nn.Module):
+    """Class scores from the vectors of some words."""
+
+    def __init__(self, summary: Callable[[Words, Tensor], Tensor]) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.words, self.out = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 3)
+        self.rnn, self.drop = nn.GRU(4, 4, batch_first=True), nn.Dropout(0.5)
+        self._summary = summary
+        used = torch.autograd.grad(
+            self(torch.ones(2, 3, dtype=torch.long)).sum(),
+            list(self.parameters()),
+            allow_unused=True,
+        )
+        for parameter, gradient in zip(self.parameters(), used, strict=True):
+            parameter.requires_grad_(gradient is not None)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.out(self.drop(self._summary(self, words)))
+
+
+def mean(model: Words, words: Tensor) -> Tensor:
+    return model.words(words).mean(1)
+
+
+def sum_with_a_vector_for_padding(model: Words, words: Tensor) -> Tensor:
+    return model.words(words).sum(1)
+
+
+def last_state(model: Words, words: Tensor) -> Tensor:
+    return model.rnn(model.words(words))[0][:, -1]
+
+
+def share_of_words(model: Words, words: Tensor) -> Tensor:
+    return (words > 0).float().mean(1, keepdim=True).expand(-1, 4)
+
+
+def masked_mean(model: Words, words: Tensor) -> Tensor:
+    shown = (words > 0)[..., None]
+    return (model.words(words) * shown).sum(1) / shown.sum(1)
+
+
+def packed_state(model: Words, words: Tensor) -> Tensor:
+    lengths = (words > 0).sum(1).cpu()
+    vectors = model.words(words)
+    packed = pack_padded_sequence(vectors, lengths, batch_first=True, enforce_sorted=False)
+    return model.rnn(packed)[1][0]
+
+
+def each_word(model: Words, words: Tensor) -> Tensor:
+    return model.words(words)
+
+
+def train(model: nn.Module, collate: Any, steps: int = 4, **options: Any) -> None:
+    loader = {"collate_fn": collate, **options.pop("loader", {})}
+    private(model, texts(), loader=loader, **options).train(steps=steps)
+
+
+@pytest.mark.parametrize(
+    "summary", [mean, sum_with_a_vector_for_padding, last_state, share_of_words]
+)
+@pytest.mark.parametrize("collate", [padded, padded_in_front])
+def test_a_model_that_sees_padding_is_refused(summary: Any, collate: Any) -> None:
+    with pytest.raises(CouplingError, match=SEEN):
+        train(Words(summary), collate)
+
+
+@pytest.mark.parametrize("summary", [masked_mean, packed_state])
+def test_a_model_that_masks_padding_is_taken(summary: Any) -> None:
+    train(Words(summary), padded)
+
+
+@pytest.mark.parametrize("summary", [mean, last_state, masked_mean])
+def test_one_public_length_is_taken(summary: Any) -> None:
+    train(Words(summary), to_one_length)
+
+
+@pytest.mark.parametrize("collate", [padded, padded_in_front])
+def test_scores_of_every_word_are_compared_word_by_word(collate: Any) -> None:
+    loop = private(Words(each_word), texts(), loader={"collate_fn": collate})
+    for inputs, targets in loop.loader:
+        loop.optimizer.zero_grad()
+        scores, shown = loop.model(inputs), (inputs > 0).double()
+        losses = functional.cross_entropy(
+            scores.flatten(0, 1), targets.repeat_interleave(inputs.shape[1]), reduction="none"
+        )
+        ((losses.view_as(shown) * shown).sum(1) / shown.sum(1)).mean().backward()
+        loop.optimizer.step()
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Words(mean)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.model(words.t())
+
+
+def time_first(items: Items) -> tuple[Tensor, Tensor]:
+    inputs, targets = padded(items)
+    return inputs.t().contiguous(), targets
+
+
+def time_first_to_one_length(items: Items) -> tuple[Tensor, Tensor]:
+    inputs, targets = to_one_length(items)
+    return inputs.t().contiguous(), targets
+
+
+def test_rows_may_come_second() -> None:
+    with pytest.raises(CouplingError, match=SEEN):
+        train(TimeFirst(), time_first, batch_first=False)
+    train(TimeFirst(), time_first_to_one_length, batch_first=False)
+
+
+@pytest.mark.slow
+def test_workers_look_too() -> None:
+    with pytest.raises(CouplingError, match=SEEN):
+        train(Words(mean), padded, loader={"num_workers": 1})
+    train(Words(masked_mean), padded, loader={"num_workers": 1})
+
+
+def test_parts_of_a_draw_are_looked_at() -> None:
+    loop = private(Words(mean), texts(), loader={"collate_fn": padded})
+
+    def train_in_parts() -> None:
+        with BatchMemoryManager(
+            data_loader=loop.loader, max_physical_batch_size=BATCH // 2, optimizer=loop.optimizer
+        ) as parts:
+            for inputs, targets in parts:
+                loop.step(inputs, targets)
+
+    with pytest.raises(CouplingError, match=SEEN):
+        train_in_parts()
+
+
+class States(nn.Module):
+    """The state after every word, and the one after the last of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Words(last_state)
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.model.rnn(self.model.words(words))[0]
+        return self.model.out(states), self.model.out(states[:, -1])
+
+
+def test_what_the_loss_does_not_use_may_see_padding() -> None:
+    loop = private(States(), texts(), loader={"collate_fn": padded})
+    for inputs, targets in loop.loader:
+        loop.optimizer.zero_grad()
+        lengths = (inputs > 0).sum(1)
+        own_last = loop.model(inputs)[0][torch.arange(len(inputs)), lengths - 1]
+        functional.cross_entropy(own_last, targets).backward()
+        loop.optimizer.step()
+    loop = private(States(), texts(), loader={"collate_fn": padded})
+    inputs, targets = next(iter(loop.loader))
+    functional.cross_entropy(loop.model(inputs)[1], targets).backward()
+    with pytest.raises(CouplingError, match=SEEN):
+        loop.optimizer.step()
+
+
+class Named(nn.Module):
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.model, self._masked = Words(masked_mean if masked else mean), masked
+
+    def forward(self, *, words: Tensor, lengths: Tensor) -> Tensor:
+        return self.model(words) + 0 * lengths[:, None]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_inputs_by_name_are_found(masked: bool) -> None:
+    def by_name(items: Items) -> dict[str, Tensor]:
+        inputs, targets = padded(items)
+        return {"words": inputs, "targets": targets, "lengths": (inputs > 0).sum(1)}
+
+    def go() -> None:
+        loop = private(Named(masked), texts(), loader={"collate_fn": by_name})
+        for batch in loop.loader:
+            loop.optimizer.zero_grad()
+            scores = loop.model(lengths=batch["lengths"], words=batch["words"])
+            functional.cross_entropy(scores, batch["targets"]).backward()
+            loop.optimizer.step()
+
+    if masked:
+        go()
+    else:
+        with pytest.raises(CouplingError, match=SEEN):
+            go()
+
+
+def test_what_belongs_to_no_row_does_not_disturb() -> None:
+    def with_more(items: Items) -> Any:
+        names = [f"text of class {y}" for _, y in items]
+        return *padded(items), names, torch.tensor(3.0), torch.ones(2)
+
+    loop = private(Words(masked_mean), texts(), loader={"collate_fn": with_more})
+    for inputs, targets, *_ in loop.loader:
+        loop.step(inputs, targets)
