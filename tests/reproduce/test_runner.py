@@ -13,7 +13,7 @@ import pytest
 from dpis.cli.app import main
 from dpis.errors import DpisError, InputError
 from dpis.reproduce import runner
-from dpis.reproduce.cells import Cell
+from dpis.reproduce.cell import Cell
 from dpis.reproduce.results import Results, check_ledgers, ledger_path, load_rows
 from dpis.reproduce.row_types import NEEDED
 from dpis.training.files import FolderLock, RunFolder
@@ -209,7 +209,7 @@ def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path
     script.write_text(
         "from pathlib import Path\n"
         "from dpis.reproduce import runner\n"
-        "from dpis.reproduce.cells import Cell\n"
+        "from dpis.reproduce.cell import Cell\n"
         "from dpis.reproduce.results import Results\n"
         "if __name__ == '__main__':\n"
         f"    runner.run_missing([{long!r}], Results(Path('results')), Path('runs'), processes=1,\n"

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from dpis.report import render_text
-from dpis.reproduce.cells import Choice, cells_of, for_validation, key_of
+from dpis.reproduce.cell import key_of
+from dpis.reproduce.cells import Choice, cells_of
 from dpis.reproduce.results import check_ledgers, ledger_path, load_rows
+from dpis.reproduce.search import for_validation
 from dpis.reproduce.settings import RECORDS
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -13,7 +13,8 @@ from dpis.cli.verify import DOES_NOT_HOLD
 from dpis.errors import InputError
 
 if TYPE_CHECKING:
-    from dpis.reproduce.cells import Cell, Choice
+    from dpis.reproduce.cell import Cell
+    from dpis.reproduce.cells import Choice
 
 T = TypeVar("T")
 
@@ -100,7 +101,8 @@ def tune(
     changes: Changes = None,
 ) -> None:
     """Cells of Table 3 measured on a tenth of the training records, to choose settings; the test set stays unread."""
-    from dpis.reproduce.cells import cells_of, for_validation
+    from dpis.reproduce.cells import cells_of
+    from dpis.reproduce.search import for_validation
 
     chosen = _choice(datasets, methods, recipes, accountants, epsilons, seeds)
     cells = [for_validation(cell, changes or ()) for cell in cells_of("table3", chosen)]

@@ -41,7 +41,7 @@ from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Train
 from dpis.training.api import OPTIMIZERS
 from dpis.training.chance import seeded_torch
 from dpis.training.checkpoint import load_checkpoint
-from dpis.training.evaluation import METRICS
+from dpis.training.evaluation import metrics_of
 from dpis.training.files import RunFolder, next_run_folder
 from dpis.training.model_file import describe
 from dpis.training.progress import Reporter
@@ -140,41 +140,21 @@ class _Job:
         self, source: Source, kind: ModelKind, config: Config, mechanism: Mechanism | None
     ) -> Task:
         options = self._options
-        encoded = source.encode(mechanism)
-        changes = _changes(options, kind)
+        encoded, changes = source.encode(mechanism), _changes(options, kind)
         pipeline, inputs = self._pipeline(encoded, kind, changes.views, mechanism)
-        held_out_inputs = pipeline.inputs(encoded.held_out_features)
-        classification = encoded.preprocessing.target.task == "classification"
-        classes = getattr(encoded.preprocessing.target, "classes", None)
-        with seeded_torch(self._key.stream("weights", 0)):
-            shape = inputs.shape[2:] if changes.views else inputs.shape[1:]
-            model = kind.build(tuple(shape), len(classes) if classes else 1)
-        model.to(self._device)
-        records = Records(
-            TensorDataset(inputs, encoded.targets),
-            user_ids=encoded.user_ids,
-            max_rows_per_user=said_or(options.max_rows_per_user, MAX_ROWS_PER_USER)
-            if encoded.user_ids is not None
-            else 1,
-            views=1 + len(changes.views),
-            augment=changes.augment,
-            augmentations=changes.augmentations,
-            device=self._device,
-        )
-        metric = "accuracy" if classification else "squared_error"
+        target = encoded.preprocessing.target
+        classes = getattr(target, "classes", None)
+        shape = inputs.shape[2:] if changes.views else inputs.shape[1:]
+        model = self._model(kind, tuple(shape), len(classes) if classes else 1)
         trained = [p for p in model.parameters() if p.requires_grad]
         lr = learning_rate(options, kind, config, source)
-        ema = DEFAULT_EMA if options.ema is None else options.ema
+        ema = said_or(options.ema, DEFAULT_EMA)
         return Task(
             model=model,
-            records=records,
-            loss=nn.CrossEntropyLoss() if classification else _column_squared_error,
+            records=self._records(inputs, encoded, changes),
+            loss=nn.CrossEntropyLoss() if classes else _column_squared_error,
             optimizer=OPTIMIZERS[options.optimizer](trained, lr),
-            held_out=HeldOut(
-                TensorDataset(held_out_inputs, encoded.held_out_targets), {metric: METRICS[metric]}
-            )
-            if len(held_out_inputs)
-            else None,
+            held_out=_held_out(pipeline, encoded),
             average=WeightAverage(model, ema) if ema else None,
             physical_batch=options.physical_batch,
             card=describe(
@@ -182,8 +162,26 @@ class _Job:
                 preprocessing=pipeline.to_json(),
                 preprocessing_source=pipeline.source(),
                 classes=classes,
-                task=encoded.preprocessing.target.task,
+                task=target.task,
             ),
+        )
+
+    def _model(self, kind: ModelKind, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        """As the run's key starts it."""
+        with seeded_torch(self._key.stream("weights", 0)):
+            return kind.build(shape, outputs).to(self._device)
+
+    def _records(self, inputs: Tensor, encoded: Encoded, changes: _Changes) -> Records:
+        by_user = encoded.user_ids is not None
+        most = said_or(self._options.max_rows_per_user, MAX_ROWS_PER_USER)
+        return Records(
+            TensorDataset(inputs, encoded.targets),
+            user_ids=encoded.user_ids,
+            max_rows_per_user=most if by_user else 1,
+            views=1 + len(changes.views),
+            augment=changes.augment,
+            augmentations=changes.augmentations,
+            device=self._device,
         )
 
     def _pipeline(
@@ -208,6 +206,14 @@ class _Job:
         for place, view in enumerate(views, start=1):
             every[:, place] = pipeline.inputs(view(encoded.features))
         return pipeline, every
+
+
+def _held_out(pipeline: Pipeline, encoded: Encoded) -> HeldOut | None:
+    inputs = pipeline.inputs(encoded.held_out_features)
+    if not len(inputs):
+        return None
+    task = encoded.preprocessing.target.task
+    return HeldOut(TensorDataset(inputs, encoded.held_out_targets), metrics_of(task))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dpis.errors import InputError
 from dpis.jobs.options import SAMPLE, is_file
 from dpis.jobs.pipeline import Content, Pipeline, to_device
 from dpis.models import ModelKind, model_kind
-from dpis.training.evaluation import METRICS, HeldOut, evaluate, evaluating
+from dpis.training.evaluation import HeldOut, evaluate, evaluating, metrics_of
 from dpis.training.files import RunFolder
 from dpis.training.finished import read_summary
 from dpis.training.model_file import ModelCard, build, load_card, load_weights
@@ -71,8 +71,7 @@ def evaluate_run(
     run = FinishedRun(path, device)
     features, targets = _evaluation_data(run, data, delimiter)
     inputs = run.pipeline.inputs(features)
-    metric = "accuracy" if run.card.task == "classification" else "squared_error"
-    held_out = HeldOut(TensorDataset(inputs, targets), {metric: METRICS[metric]})
+    held_out = HeldOut(TensorDataset(inputs, targets), metrics_of(run.card.task))
     metrics = evaluate(run.model(inputs), held_out, run.device)
     if any(math.isnan(value) for value in metrics.values()):
         raise InputError(

@@ -13,7 +13,7 @@ from typing import Any
 
 from dpis.accounting import verify_ledger
 from dpis.errors import DpisError, InputError
-from dpis.reproduce.cells import Cell, key_of
+from dpis.reproduce.cell import Cell, key_of
 from dpis.reproduce.row_claims import contradiction
 from dpis.reproduce.row_types import Row, row_from_line
 from dpis.training.files import FolderLock

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dpis.errors import DpisError
-from dpis.reproduce.cells import Cell
+from dpis.reproduce.cell import Cell
 from dpis.reproduce.results import Results
 from dpis.reproduce.row_types import Row
 

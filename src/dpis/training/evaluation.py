@@ -39,6 +39,12 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 METRICS: dict[str, Metric] = {"accuracy": correct, "squared_error": squared_error}
 
 
+def metrics_of(task: str) -> dict[str, Metric]:
+    """What tells how well a model does in a classification or a regression."""
+    name = "accuracy" if task == "classification" else "squared_error"
+    return {name: METRICS[name]}
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """Data that takes no part in training, and is not protected.
