@@ -238,7 +238,7 @@ class Items(TensorDataset):
 def test_plain_tensors_are_batched_at_once_and_come_out_as_items_do(batch: int):
     plain = private(loader={"batch_size": batch})
     items = private(dataset=Items(*data().tensors), loader={"batch_size": batch})
-    assert plain.loader.collate_fn is list
+    assert plain.loader.collate_fn is gathered
     pairs = zip(_delivered(plain), _delivered(items), strict=True)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
     assert torch.equal(plain.weights, items.weights)

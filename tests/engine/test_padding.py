@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
 from dpis.engine.memory import BatchMemoryManager
+from dpis.engine.trials import UntriedPaddingWarning
 from dpis.gradients import CouplingError
 
 from .loops import BATCH, private
@@ -233,6 +235,167 @@ def test_inputs_by_name_are_found(masked: bool) -> None:
     else:
         with pytest.raises(CouplingError, match=SEEN):
             go()
+
+
+class EachWord(nn.Module):
+    """Scores for every word, whatever the others."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.words = nn.Embedding(9, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.words(words)
+
+
+def of_the_last(scores: Tensor, _: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(scores[:, -1], targets)
+
+
+def of_the_mean(scores: Tensor, _: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.mean(1), targets)
+
+
+def of_padding_too(scores: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+    losses = functional.cross_entropy(
+        scores.flatten(0, 1), targets.repeat_interleave(words.shape[1]), reduction="none"
+    )
+    return losses.view_as(words).sum(1).mean()
+
+
+def of_the_first(scores: Tensor, _: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(scores[:, 0], targets)
+
+
+def train_with(loss: Any, collate: Any = padded, dataset: Any = None, **options: Any) -> None:
+    loop = private(
+        EachWord(),
+        texts() if dataset is None else dataset,
+        loader={"collate_fn": collate},
+        **options,
+    )
+    for inputs, targets, *_ in loop.loader:
+        loop.optimizer.zero_grad()
+        loss(loop.model(inputs), inputs, targets).backward()
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize("loss", [of_the_last, of_the_mean, of_padding_too])
+def test_a_loss_that_sees_padding_is_refused(loss: Any) -> None:
+    with pytest.raises(CouplingError, match=SEEN):
+        train_with(loss)
+
+
+def test_a_loss_that_looks_at_own_positions_is_taken() -> None:
+    train_with(of_the_first)
+
+
+@pytest.mark.parametrize("length", [int, torch.tensor])
+def test_a_length_in_the_batch_hides_nothing(length: Any) -> None:
+    def with_its_length(items: Items) -> Any:
+        inputs, targets = padded(items)
+        return inputs, targets, length(inputs.shape[1])
+
+    with pytest.raises(CouplingError, match=SEEN):
+        train_with(of_the_last, with_its_length)
+    train_with(of_the_first, with_its_length)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_long_record_among_many_is_looked_at_when_it_comes(seed: int) -> None:
+    words = torch.arange(1, 4)
+    many = [(words, i % 3) for i in range(79)] + [(words.repeat(4), 0)]
+    loop = private(EachWord(), many, loader={"collate_fn": padded}, n_public=80, seed=seed)
+    for _ in range(50):
+        for inputs, targets in loop.loader:
+            loop.optimizer.zero_grad()
+            of_the_last(loop.model(inputs), inputs, targets).backward()
+            if inputs.shape[1] > 3 and len(inputs) > 1:
+                with pytest.raises(CouplingError, match=SEEN):
+                    loop.optimizer.step()
+                return
+            loop.optimizer.step()
+    pytest.fail("it was never drawn")
+
+
+class OwnTuple(tuple):  # type: ignore[type-arg]
+    def __new__(cls, inputs: Tensor, targets: Tensor) -> OwnTuple:
+        return super().__new__(cls, (inputs, targets))
+
+
+@dataclass
+class OwnBatch:
+    words: Tensor
+    targets: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.words, self.targets))
+
+
+@pytest.mark.parametrize("kind", [OwnTuple, OwnBatch])
+def test_batches_of_ones_own_kind_are_looked_into(kind: Any) -> None:
+    with pytest.raises(CouplingError, match=SEEN):
+        train_with(of_the_last, lambda items: kind(*padded(items)))
+    train_with(of_the_first, lambda items: kind(*padded(items)))
+
+
+def test_a_pass_that_was_given_up_does_not_use_up_the_look() -> None:
+    loop = private(Words(mean), texts(), loader={"collate_fn": padded})
+    inputs, targets = next(iter(loop.loader))
+    for _ in range(2):
+        loop.optimizer.zero_grad()
+        functional.cross_entropy(loop.model(inputs), targets).backward()
+    with pytest.raises(CouplingError, match=SEEN):
+        loop.optimizer.step()
+
+
+# ── what cannot be compared ──────────────────────────────────────────────────────────────────────────
+
+
+def masked_mean_with_noise(model: Words, words: Tensor) -> Tensor:
+    vectors = masked_mean(model, words)
+    return vectors + torch.randn_like(vectors)
+
+
+def test_a_model_that_is_random_without_dropout_has_nothing_to_compare() -> None:
+    train(Words(masked_mean_with_noise), padded)
+
+
+def windows(model: Words, words: Tensor) -> Tensor:
+    shown = (words > 0).unfold(1, 2, 1).all(2)[..., None]
+    return (model.words(words).unfold(1, 2, 1).mean(3) * shown).sum(1)
+
+
+def at_least_two(items: Items) -> tuple[Tensor, Tensor]:
+    inputs, targets = padded(items)
+    return functional.pad(
+        inputs, (0, max(0, 2 - inputs.shape[1]) if len(items) > 1 else 0)
+    ), targets
+
+
+def test_a_model_that_needs_more_words_than_a_row_has_is_warned_of() -> None:
+    short = [(x[:1] if i % 2 else x, y) for i, (x, y) in enumerate(texts())]
+    loop = private(Words(windows), short, loader={"collate_fn": at_least_two})
+    with pytest.warns(UntriedPaddingWarning, match=r"a row by itself cannot be run.*mask"):
+        loop.train()
+
+
+def test_inputs_that_the_loop_made_are_warned_of() -> None:
+    loop = private(Words(mean), texts(), loader={"collate_fn": padded})
+    inputs, targets = next(iter(loop.loader))
+    with pytest.warns(UntriedPaddingWarning, match=r"not tensors of the batch.*no claim holds"):
+        loop.model(inputs.flip(1)[:, :-1])
+    del targets
+
+
+def test_a_collate_function_that_needs_company_is_not_asked() -> None:
+    def of_several(items: Items) -> tuple[Tensor, Tensor]:
+        assert len(items) > 1
+        return padded(items)
+
+    loop = private(EachWord(), texts(), loader={"collate_fn": of_several, "batch_size": 20})
+    next(iter(loop.loader))
 
 
 def test_what_belongs_to_no_row_does_not_disturb() -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dpis.engine.blank import emptied
-from dpis.gradients import batches
-from dpis.gradients.batches import Batch
 from dpis.training.chance import GeneratorStates
-from dpis.training.collation import CollateProbe, padded_otherwise
+from dpis.training.collation import CollateProbe
+from dpis.training.padding import PaddedOtherwise, PaddingProbe
 
 
 class Collated(NamedTuple):
@@ -19,12 +16,11 @@ class Collated(NamedTuple):
 
     Attributes:
         batch: what the loop gets.
-        padded_otherwise: some of its rows, each with the same row collated by itself, where that has another shape;
-            rows first.
+        padded_otherwise: some of its rows, where they have another shape by themselves.
     """
 
     batch: Any
-    padded_otherwise: list[tuple[Batch, Batch]]
+    padded_otherwise: list[PaddedOtherwise]
 
 
 class PrivateCollate:
@@ -39,8 +35,8 @@ class PrivateCollate:
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], dataset: Any, row_dim: int) -> None:
-        self._collate, self._dataset, self._row_dim = collate, dataset, row_dim
-        self._probe = CollateProbe(collate)
+        self._collate, self._dataset = collate, dataset
+        self._probe, self._padding = CollateProbe(collate), PaddingProbe(collate, row_dim)
 
     def __call__(self, items: list[Any]) -> Collated:
         """A batch of these items.
@@ -51,20 +47,13 @@ class PrivateCollate:
         if not items:
             item = self._dataset[0]
             return Collated(emptied(self._collate([item]), self._collate([item, item])), [])
-        kept = self._probe.keep(items)
-        if kept is None:
-            return Collated(self._collate(items), [])
+        rows, kept, some = len(items), self._probe.keep(items), self._padding.keep(items)
         chance = GeneratorStates.now()
         batch = self._collate(items)
         self._probe.look(batch, kept, chance.again)
-        pairs = padded_otherwise(self._rows_first(batch), kept, self._rows_first_of, chance.again)
-        return Collated(batch, pairs)
+        return Collated(batch, self._padding.look(batch, some, rows, chance.again))
 
-    def _rows_first_of(self, items: list[Any]) -> Batch:
-        return self._rows_first(self._collate(items))
 
-    def _rows_first(self, batch: Batch) -> Batch:
-        def exchanged(tensor: Tensor) -> Tensor:
-            return tensor.movedim(self._row_dim, 0) if tensor.ndim > self._row_dim else tensor
-
-        return batches.apply(exchanged, batch)
+def gathered(batch: Any) -> Collated:
+    """What a data set of tensors made at once: nothing is padded there."""
+    return Collated(list(batch), [])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients import batches
-from dpis.gradients.batches import Batch
+from dpis.training.padding import tensors_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +18,7 @@ class Delivered:
     """The tensors of one physical batch, and their versions: changes in place show.
 
     Attributes:
-        tensors: those that hold one entry a row, with their versions.
+        tensors: all it holds, with their versions.
         rows: how many rows they have.
         row_dim: the dimension of rows, where a tensor has that many.
     """
@@ -30,7 +30,7 @@ class Delivered:
     @classmethod
     def of(cls, batch: Any, rows: int, row_dim: int) -> Delivered:
         """Remember a batch."""
-        found = [(tensor, tensor._version) for tensor in batches.tensors(batch)]
+        found = [(tensor, tensor._version) for tensor in tensors_within(batch)]
         return cls(found, rows, row_dim)
 
     def contradicts(self, inputs: Sequence[Tensor], start: int) -> bool:
@@ -50,30 +50,23 @@ class Delivered:
         ]
         return bool(verdicts) and not any(verdicts)
 
-    def replaced(self, inputs: Any, start: int, row: Batch) -> Any:
-        """The inputs that the model would get for another batch of one row, as a batch of two such rows.
-
-        (Models that squeeze their outputs are at a loss with one.)
+    def numbers_of(self, inputs: Any, start: int) -> dict[int, int] | None:
+        """Which tensor of the batch each input is, or some rows of it, by the input's id.
 
         Args:
             inputs: some rows, as the model gets them.
             start: the first of these rows in the batch.
-            row: a batch of one row, rows first.
 
         Returns:
-            As many tensors in the places of the inputs; None, if one of these is not of the batch that was delivered.
+            None, if one of them is none of these.
         """
-        others = list(batches.tensors(row))
-        found = {id(given): self._number_of(given, start) for given in batches.tensors(inputs)}
-        if any(number is None or others[number].shape[:1] != (1,) for number in found.values()):
-            return None
-
-        def other(given: Tensor) -> Tensor:
-            number = found[id(given)]
-            assert number is not None
-            return others[number].to(given.device).repeat_interleave(2, dim=0)
-
-        return batches.apply(other, inputs)
+        found: dict[int, int] = {}
+        for given in batches.tensors(inputs):
+            number = self._number_of(given, start)
+            if number is None:
+                return None
+            found[id(given)] = number
+        return found
 
     def _number_of(self, given: Tensor, start: int) -> int | None:
         for number, (tensor, version) in enumerate(self.tensors):

@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dpis.engine.collate import Collated, PrivateCollate
+from dpis.engine.collate import PrivateCollate, gathered
 from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
 from dpis.training.fetching import WatchedItems, fetches_at_once
@@ -54,7 +54,7 @@ class PrivateLoader(DataLoader[Any]):
         dataset: Any = original.dataset
         collate: Any = PrivateCollate(original.collate_fn, dataset, session.gradients.row_dim)
         if original.collate_fn is default_collate and tensors_of(dataset):
-            dataset, collate = _BatchesOfTensors(dataset), list
+            dataset, collate = _BatchesOfTensors(dataset), gathered
         elif fetches_at_once(dataset):
             dataset = WatchedItems(dataset)
         super().__init__(
@@ -83,8 +83,7 @@ class PrivateLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self._session.begin_iteration()
-        for made in super().__iter__():
-            batch, padded_otherwise = made if isinstance(made, Collated) else (made, [])
+        for batch, padded_otherwise in super().__iter__():
             self._session.deliver(iteration, batch, padded_otherwise)
             yield batch
         self._session.require_stepped()

@@ -12,15 +12,15 @@ from torch import Tensor
 from dpis.engine.blank import empty_outputs
 from dpis.engine.coupling import refuse_coupled_loss
 from dpis.engine.delivered import Delivered
+from dpis.engine.trials import PaddingTrials
 from dpis.errors import DpisError
-from dpis.gradients import CouplingError, batches
-from dpis.gradients.batches import Batch
-from dpis.gradients.deferred import DeferredGradients, Inputs, Pass, TapedGradients
+from dpis.gradients import batches
+from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
 from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
-from dpis.training.collation import SEES_PADDING
+from dpis.training.padding import PaddedOtherwise
 from dpis.training.state import ModelState
 
 
@@ -69,10 +69,10 @@ class Session:
         self._ahead: deque[PhysicalBatch] = deque()
         self._current: PhysicalBatch | None = None
         self._delivered = Delivered((), 0, gradients.row_dim)
-        self._padded_otherwise: Sequence[tuple[Batch, Batch]] = ()
+        self._padded_otherwise: Sequence[PaddedOtherwise] = ()
         self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
-        self._trials: list[tuple[Pass, Inputs, Inputs]] = []  # of a row padded in two ways
+        self._trials = PaddingTrials(gradients)
         self._sum: GradientSum | None = None
         self._state: ModelState | None = None  # at the first forward pass of the step
         self._template: Any = None
@@ -136,14 +136,14 @@ class Session:
         return len(waiting | ({id(self._sum.draw)} if self._sum is not None else set()))
 
     def deliver(
-        self, iteration: object, batch: Any, padded_otherwise: Sequence[tuple[Batch, Batch]]
+        self, iteration: object, batch: Any, padded_otherwise: Sequence[PaddedOtherwise]
     ) -> None:
         """The oldest drawn batch goes to the loop.
 
         Args:
             iteration: that it belongs to.
             batch: its records.
-            padded_otherwise: some of its rows, each with the same row collated by itself; rows first.
+            padded_otherwise: some of its rows, where they have another shape by themselves.
         """
         self._require_current(iteration)
         self.require_stepped()
@@ -204,7 +204,8 @@ class Session:
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
-        self._prepare_trials(passed, (args, dict(kwargs)), start)
+        inputs_now = args, dict(kwargs)
+        self._trials.prepare(passed, inputs_now, start, self._delivered, self._padded_otherwise)
         self._forwards += 1
         return passed.outputs
 
@@ -217,21 +218,6 @@ class Session:
                 "belongs in the data set or the collate function; if it must be in the loop, say so by "
                 "make_private(inputs_as_delivered=False), and nobody checks"
             )
-
-    def _prepare_trials(self, passed: Pass, inputs: Inputs, start: int) -> None:
-        """If each input is a tensor of the batch, the inputs for a row padded otherwise are known."""
-        pairs, self._padded_otherwise = self._padded_otherwise, ()
-        for pair in pairs:
-            padded, alone = (self._delivered.replaced(inputs, start, row) for row in pair)
-            if padded is not None and alone is not None:
-                self._trials.append((passed, padded, alone))
-
-    def _require_padding_unseen(self) -> None:
-        trials, self._trials = self._trials, []
-        for passed, padded, alone in trials:
-            counted = passed in self._passes
-            if counted and not self.gradients.agree(padded, alone, passed.used):
-                raise CouplingError(SEES_PADDING)
 
     def _require_rows(self, rows: int) -> None:
         if rows > self._expected:
@@ -266,7 +252,11 @@ class Session:
 
     def clear(self) -> None:
         """`zero_grad`: gradients that have arrived are dropped; a forward pass without any goes on."""
-        self._passes = [p for p in self._passes if not p.backward_done]
+        self._drop([p for p in self._passes if p.backward_done])
+
+    def _drop(self, passes: list[Pass]) -> None:
+        self._trials.forget(passes)
+        self._passes = [p for p in self._passes if p not in passes]
 
     def fold(self) -> None:
         """Add up what has arrived: the rows of a physical batch make room for the next."""
@@ -282,7 +272,7 @@ class Session:
                 "optimizer.step() was called after a forward pass without backward: its records would be missing "
                 "from the sum, which changes who is sampled. Call loss.backward() on the loss of these outputs first"
             )
-        self._require_padding_unseen()
+        self._trials.hold()
         for passed in self._passes:
             tape = passed.tape(float(passed.rows) if self._mean else 1.0)
             self._sum.add(self._taped, tape, None)
@@ -322,7 +312,7 @@ class Session:
         self._forget_draw()
 
     def _forget_draw(self) -> None:
-        self._passes, self._trials = [], []
+        self._drop(self._passes)
         self._state = None
         self._expected = 0
         self._current = self._sum = None

@@ -36,17 +36,21 @@ def apply(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def like(container: Batch, values: list[Any]) -> Batch:
-    """Other values in a container of the same kind: a tuple, a list, or a mapping if it can be made of a dictionary."""
-    if not isinstance(container, Mapping):
-        named = isinstance(container, tuple) and hasattr(container, "_fields")
-        return type(container)(*values) if named else type(container)(values)
-    entries = dict(zip(container, values, strict=True))
-    if type(container) is dict:
-        return entries
+    """Other values in a container of the same kind, or in a plain one: some cannot be made of their values alone."""
+    kind = type(container)
+    if isinstance(container, Mapping):
+        entries = dict(zip(container.keys(), values, strict=True))
+        return _made(kind, (entries,), entries)
+    if hasattr(container, "_fields"):
+        return kind(*values)
+    return _made(kind, (values,), tuple(values) if isinstance(container, tuple) else values)
+
+
+def _made(kind: type, arguments: tuple[Any, ...], plain: Batch) -> Batch:
     try:
-        return type(container)(entries)  # type: ignore[call-arg]
+        return kind(*arguments)
     except TypeError:
-        return entries
+        return plain
 
 
 def rows(batch: Batch) -> int:

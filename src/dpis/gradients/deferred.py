@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,16 @@ class Pass:
     _watched: list[Tensor]
     _leaves: list[Tensor]
     _dim_of_rows: Callable[[Tensor, int, int], int]
+    _autocast: Mapping[str, Any]
+
+    def precision(self) -> torch.autocast:
+        """The precision in which it was run, for once more."""
+        return torch.autocast(**self._autocast)
 
     @property
     def backward_done(self) -> bool:
         """Whether gradients have arrived at any output."""
-        return any(self.used)
-
-    @property
-    def used(self) -> list[bool]:
-        """Of every output that is open to gradients, whether any have arrived."""
-        return [leaf.grad is not None for leaf in self._leaves]
+        return any(leaf.grad is not None for leaf in self._leaves)
 
     @property
     def leaves(self) -> list[tuple[Tensor, int]]:
@@ -113,34 +113,47 @@ class DeferredGradients:
         outputs = batches.apply(lambda t: leaves.get(id(t), t), self._outputs)
         self._outputs = None
         own = [leaves[id(t)] for t in watched]
-        return Pass(outputs, rows, self._recorder, forward, inputs, watched, own, self._dim_of_rows)
+        device = batches.device(inputs).type
+        autocast = {
+            "device_type": device,
+            "dtype": torch.get_autocast_dtype(device),
+            "enabled": torch.is_autocast_enabled(device),
+        }
+        dim_of_rows = self._dim_of_rows
+        return Pass(
+            outputs, rows, self._recorder, forward, inputs, watched, own, dim_of_rows, autocast
+        )
 
-    def agree(self, one: Inputs, other: Inputs, used: Sequence[bool]) -> bool:
-        """Whether inputs of as many rows have the same outputs and gradients, as far as outputs have common positions.
+    def agree(self, passed: Pass, row: int, padded: Inputs, alone: Inputs) -> bool:
+        """Whether a row has the same outputs and gradients, padded or not, wherever the loss looked at its outputs.
 
-        The same rows padded otherwise, say: positions are counted from the first on, or from the last back.
+        Positions are counted from the first on, or from the last back; a loss that looks at one that the row does not
+        have by itself depends on the padding.
 
         Args:
-            one: ``(args, kwargs)``, rows first.
-            other: the same.
-            used: which outputs count, as `Pass.used` says it.
+            passed: whose loss it was; gradients have arrived.
+            row: in that pass.
+            padded: the inputs of that row as it was run, as a batch of some copies, rows first.
+            alone: the same, not padded.
         """
-        with self._recorder.undisturbed(), without_dropout(self.module):
-            outputs = list(zip(self._outputs_of(one), self._outputs_of(other), strict=True))
-
-        def directions(order: int, at_end: bool) -> list[Tensor]:
-            pairs = [pair[::order] for pair in outputs]
-            return [
-                _direction(own, common=another.shape, at_end=at_end) * counts
-                for (own, another), counts in zip(pairs, used, strict=True)
+        with passed.precision(), self._recorder.undisturbed(), without_dropout(self.module):
+            forms = list(zip(self._outputs_of(padded), self._outputs_of(alone), strict=True))
+        for number, (leaf, dim) in enumerate(passed.leaves):
+            if leaf.grad is None:
+                continue
+            looked = leaf.grad.movedim(dim, 0)[row] != 0
+            of_both = [
+                [_directions(forms, side, number, looked, at_end) for side in (0, 1)]
+                for at_end in (False, True)
+                if not _looked_beyond(looked, forms[number][1].shape[1:], at_end)
             ]
-
-        return any(
-            self._recorder.gradients_agree(
-                (*one, directions(1, at_end)), (*other, directions(-1, at_end))
-            )
-            for at_end in (False, True)
-        )
+            with passed.precision():
+                if not any(
+                    self._recorder.gradients_agree((*padded, one), (*alone, other))
+                    for one, other in of_both
+                ):
+                    return False
+        return True
 
     def _outputs_of(self, inputs: Inputs) -> list[Tensor]:
         """What comes out and is open to gradients, rows first."""
@@ -225,16 +238,36 @@ def _open_to_gradients(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in batches.tensors(outputs) if tensor.requires_grad]
 
 
-def _direction(output: Tensor, *, common: torch.Size, at_end: bool) -> Tensor:
-    """Where two outputs have common positions, other than zero: it follows the output, so that a shift of it shows."""
-    direction = torch.zeros_like(output)
-    part, values = direction, output
-    for dim, sizes in enumerate(zip(output.shape, common, strict=True)):
-        start = output.shape[dim] - min(sizes) if at_end else 0
-        part, values = (t.narrow(dim, start, min(sizes)) for t in (part, values))
-    weights = torch.linspace(0.5, 1.5, part.numel()).reshape(part.shape).to(part)
-    part.copy_(weights + values)
-    return direction
+def _directions(
+    forms: list[tuple[Tensor, Tensor]], side: int, number: int, looked: Tensor, at_end: bool
+) -> list[Tensor]:
+    """For every output of one form, zero but for one of them: there, wherever the loss looked and both forms are.
+
+    It follows the output itself, so that a shift of it shows.
+    """
+    directions = [torch.zeros_like(form[side]) for form in forms]
+    common = [min(sizes) for sizes in zip(*(form.shape[1:] for form in forms[number]), strict=True)]
+    values = _part(forms[number][side], common, at_end)
+    size = values.abs().max().clamp(min=1e-12) if values.numel() else 1.0
+    weights = torch.linspace(0.5, 1.5, values[0].numel()).reshape(common).to(values)
+    seen = _part(looked[None], common, at_end)[0]
+    _part(directions[number], common, at_end).copy_((weights + values / size) * seen)
+    return directions
+
+
+def _looked_beyond(looked: Tensor, other: torch.Size, at_end: bool) -> bool:
+    """Whether the loss looked at positions that the other form of the row does not have."""
+    common = [min(sizes) for sizes in zip(looked.shape, other, strict=True)]
+    beyond = looked.clone()
+    _part(beyond[None], common, at_end).fill_(False)
+    return bool(beyond.any())
+
+
+def _part(rows: Tensor, common: list[int], at_end: bool) -> Tensor:
+    """The first positions of every row, or the last."""
+    for dim, size in enumerate(common, start=1):
+        rows = rows.narrow(dim, rows.shape[dim] - size if at_end else 0, size)
+    return rows
 
 
 def _grown(two: torch.Size, three: torch.Size) -> int | None:

@@ -155,7 +155,10 @@ class Recorder:
             )
 
     def gradients_agree(self, one: Batch, other: Batch) -> bool:
-        """Whether the losses of two batches have the same gradient, to the tolerance of other comparisons."""
+        """Whether the losses of two batches have the same gradient, to the tolerance of other comparisons.
+
+        A model that is random even without dropout has no gradient to compare: then they are said to agree.
+        """
 
         def gradient(batch: Batch) -> Tensor:
             losses = self.objective(self.module, batch).sum()
@@ -163,7 +166,10 @@ class Recorder:
             return torch.cat([g.double().flatten() for g in found if g is not None])
 
         with self.undisturbed(), without_dropout(self.module), torch.enable_grad(), _eagerly():
-            return same_gradient(gradient(one), gradient(other), self._half(one))
+            first, again, half = gradient(one), gradient(one), self._half(one)
+            return not same_gradient(first, again, half) or same_gradient(
+                first, gradient(other), half
+            )
 
     def _half(self, batch: Batch) -> bool:
         return torch.is_autocast_enabled(batches.device(batch).type)

@@ -61,19 +61,22 @@ def _differ(fast: Tensor, plain: Tensor, sizes: Tensor, half: bool) -> bool:
 def without_dropout(module: nn.Module) -> Iterator[None]:
     """Evaluation mode for a while, so that the same input gives the same output.
 
-    Recurrent layers stay as they are but for their dropout: on some devices they have no backward
-    pass in evaluation mode.
+    Attention is computed as in training: its fast path writes zeros where keys are masked. Recurrent layers stay as
+    they are but for their dropout: on some devices they have no backward pass in evaluation mode.
     """
     modes = {layer: layer.training for layer in module.modules()}
     recurrent = [layer for layer in modes if isinstance(layer, nn.RNNBase)]
     rates = [layer.dropout for layer in recurrent]
+    fast_attention = torch.backends.mha.get_fastpath_enabled()
     try:
+        torch.backends.mha.set_fastpath_enabled(False)
         for layer in modes:
             layer.training = isinstance(layer, nn.RNNBase) and modes[layer]
         for layer in recurrent:
             layer.dropout = 0.0
         yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_attention)
         for layer, training in modes.items():
             layer.training = training
         for layer, rate in zip(recurrent, rates, strict=True):

@@ -23,8 +23,6 @@ Chance = Callable[[], AbstractContextManager[object]]
 
 FEW, MORE = 5, 7
 """Copies of one item: what has the first size, and then the second, counts rows."""
-ASKED, COMPARED = 8, 3
-"""Of a batch: how many items are collated by themselves, and how many of those are compared."""
 OF_NO_ROW = -1
 NUMBERS = "biufc"
 """Kinds of numpy arrays that are tensors."""
@@ -50,7 +48,7 @@ class CollateProbe:
             return None
         self._batches += 1
         self._due |= time_to_look(self._batches)
-        return [_copied(item) for item in items] if self._due else None
+        return [copied(item) for item in items] if self._due else None
 
     def look(self, batch: Batch, items: list[Any] | None, chance: Chance) -> None:
         """Try out whether the rows of a batch are made item by item. Where nothing shows, the next batch is asked.
@@ -68,7 +66,7 @@ class CollateProbe:
 
         def made(some: list[Any]) -> Batch:
             with chance():
-                return self._collate([_copied(item) for item in some])
+                return self._collate([copied(item) for item in some])
 
         few, more = made(items[:1] * FEW), made(items[:1] * MORE)
 
@@ -84,57 +82,6 @@ class CollateProbe:
         if _shapes(company_left) == _shapes(batch) and 0 in changed(batch, company_left):
             raise CouplingError(_MIXES.format("the first row"))
         self._due = not shown
-
-
-def padded_otherwise(
-    batch: Batch, items: list[Any] | None, collate: Collate, chance: Chance
-) -> list[tuple[Batch, Batch]]:
-    """Rows of a batch, each with the same item collated by itself, where that has another shape.
-
-    What the collate function makes of the item at random is left out: it would not be the same.
-
-    Args:
-        batch: as it was made.
-        items: copies of its items; None: no look is due.
-        collate: what made it.
-        chance: the randomness that it was made with.
-    """
-    pairs: list[tuple[Batch, Batch]] = []
-    if items is None or _holds_packed(batch):  # a packed row shows its own length alone
-        return pairs
-    for place in range(0, len(items), max(1, len(items) // ASKED)):
-        with chance():
-            alone = collate([_copied(items[place])])
-        row = _row_like(alone, batch, place, len(items))
-        if _shapes(row) != _shapes(alone) and not _differing(row, alone, row, row):
-            pairs.append((row, alone))
-    return pairs[:COMPARED]
-
-
-def _row_like(alone: Batch, batch: Batch, place: int, rows: int) -> Batch:
-    """One row of a batch, as a batch of one: what has one entry for an item alone has one for every item."""
-    if isinstance(batch, Mapping):
-        values = [_row_like(alone.get(key), value, place, rows) for key, value in batch.items()]
-        return batches.like(batch, values)
-    if not isinstance(batch, Tensor | np.ndarray | tuple | list) or type(alone) is not type(batch):
-        return batch
-    if _entries(alone) == 1 and _entries(batch) == rows:
-        return batch[place : place + 1]
-    if isinstance(batch, tuple | list) and len(alone) == len(batch):
-        pairs = zip(alone, batch, strict=True)
-        return batches.like(batch, [_row_like(one, all_, place, rows) for one, all_ in pairs])
-    return batch
-
-
-def _entries(sequence: Any) -> int:
-    return 0 if getattr(sequence, "ndim", 1) == 0 else len(sequence)
-
-
-def _holds_packed(batch: Batch) -> bool:
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return isinstance(batch, PackedSequence) or (
-        isinstance(batch, tuple | list | Mapping) and any(map(_holds_packed, values))
-    )
 
 
 def _first_move(
@@ -243,7 +190,8 @@ def _with(items: list[Any], place: int, item: Any) -> list[Any]:
     return [*items[:place], item, *items[place + 1 :]]
 
 
-def _copied(item: Any) -> Any:
+def copied(item: Any) -> Any:
+    """The item, not to be changed with it."""
     try:
         return copy.deepcopy(item)
     except Exception:
@@ -256,11 +204,4 @@ _MIXES = (
     "the order of the items (pack with enforce_sorted=False in the model instead of sorting), leave mixtures and "
     "statistics of the batch out, use public numbers, and draw random numbers from torch, numpy or random alone, as "
     "many for every item: a crop that takes more of them for a longer item belongs in the data set's __getitem__"
-)
-
-SEES_PADDING = (
-    "the gradient of a record depends on how far it is padded, and so on the longest record of its batch: records "
-    "couple, and the privacy guarantee would not hold. Mask what is padded (in means, attention, last positions; "
-    "padding_idx alone does not serve, noise moves that row of an embedding too) so that the model's output does not "
-    "change with it, or pad to one public length"
 )

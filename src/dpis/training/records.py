@@ -22,12 +22,9 @@ from dpis.gradients.batches import Batch
 from dpis.gradients.looks import time_to_look
 from dpis.randomness import Key, Stream
 from dpis.training.chance import seeded_generators, torch_generator
-from dpis.training.collation import (
-    Collate,
-    CollateProbe,
-    padded_otherwise,
-)
+from dpis.training.collation import Collate, CollateProbe
 from dpis.training.fetching import FetchProbe, fetches_at_once
+from dpis.training.padding import PaddingProbe
 
 Augment = Callable[[Batch, torch.Generator], Batch]
 """``augment(batch, generator)``: every row changed at random, independently of all other rows."""
@@ -109,6 +106,7 @@ class Records:
         self._count = rows if self._users is None else len(self._users)
         self._row_shapes: list[torch.Size] | None = None
         self._collate_probe = CollateProbe(self.collate_fn)
+        self._padding_probe = PaddingProbe(self.collate_fn)
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
         self._pairs: list[tuple[Batch, Batch]] = []
         self._augmentations = 0
@@ -194,13 +192,14 @@ class Records:
         def repeated() -> AbstractContextManager[None]:
             return seeded_generators(chance())
 
-        kept = self._collate_probe.keep(items)
+        rows, kept = len(items), self._collate_probe.keep(items)
+        some = self._padding_probe.keep(items) if self.batch_shaped else {}
         with repeated():
             batch = self.collate_fn(items)
-        self._check_shapes(batch, len(items))
+        self._check_shapes(batch, rows)
         self._collate_probe.look(batch, kept, repeated)
-        if self.batch_shaped:
-            self._pairs += padded_otherwise(batch, kept, self.collate_fn, repeated)
+        for _, padded, alone in self._padding_probe.look(batch, some, rows, repeated):
+            self._pairs.append((_with_tensors(batch, padded), _with_tensors(batch, alone)))
         return batch
 
     def _taken_pairs(self) -> list[tuple[Batch, Batch]]:
@@ -298,6 +297,12 @@ _MIXES = (
     "augment mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "
     "would not hold. Treat every row by itself, with public numbers, and with no random numbers but those given"
 )
+
+
+def _with_tensors(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
+    """The same structure with these tensors in the places of its own."""
+    following = iter(tensors)
+    return batches.apply(lambda _: next(following), batch)
 
 
 def _equal(a: Batch, b: Batch) -> bool:

@@ -22,13 +22,13 @@ from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
-from dpis.training.collation import SEES_PADDING
 from dpis.training.evaluation import evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
 from dpis.training.identity import identity_of, layers_asleep
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import describe, loader_source, save_model
+from dpis.training.padding import SEES_PADDING
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result
