@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpis import BatchMemoryManager, PrivacyEngine
+from dpis.engine.collate import gathered
 from dpis.mechanism import mechanism as mechanism_module
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
