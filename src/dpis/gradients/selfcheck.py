@@ -42,6 +42,20 @@ def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[s
     return sorted(plain) if bool(wrong.any()) and not off else sorted(off)
 
 
+def norms_fit(tape: Tape, half: bool) -> bool:
+    """Whether the norms of a few records are those of the gradients that are summed."""
+    norms = tape.norms()
+    limit = HALF_TOLERANCE if half else max(TOLERANCES.values())
+    sizes = torch.stack(
+        [_size(tape.weighted_sum(only)) for only in torch.eye(len(norms)).to(norms)]
+    )
+    return not bool(((norms - sizes).abs() > limit * sizes + VANISHING).any())
+
+
+def _size(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+
+
 def same_gradient(one: Tensor, other: Tensor, half: bool) -> bool:
     """Whether two gradients, flat, differ by rounding at most; what is not finite cannot be compared."""
     tolerance = HALF_TOLERANCE if half else max(TOLERANCES.values())
