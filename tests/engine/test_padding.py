@@ -350,6 +350,32 @@ def test_a_pass_that_was_given_up_does_not_use_up_the_look() -> None:
         loop.optimizer.step()
 
 
+class BothWays(nn.Module):
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__()
+        self.words = nn.Embedding(9, 4)
+        self.rnn = nn.GRU(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.rnn(self.words(words))[0]
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_parts_of_an_output_that_the_loss_uses_are_compared_alone(way: str) -> None:
+    """Backward states have come through the padding; forward states have not."""
+    loop = private(BothWays(), texts(), loader={"collate_fn": padded})
+    inputs, targets = next(iter(loop.loader))
+    last = loop.model(inputs)[torch.arange(len(inputs)), (inputs > 0).sum(1) - 1]
+    used = last[:, :3] if way == "forward" else last[:, 3:]
+    functional.cross_entropy(used, targets).backward()
+    if way == "forward":
+        loop.optimizer.step()
+    else:
+        with pytest.raises(CouplingError, match=SEEN):
+            loop.optimizer.step()
+
+
 # ── what cannot be compared ──────────────────────────────────────────────────────────────────────────
 
 

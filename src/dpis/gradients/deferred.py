@@ -247,11 +247,11 @@ def _directions(
     """
     directions = [torch.zeros_like(form[side]) for form in forms]
     common = [min(sizes) for sizes in zip(*(form.shape[1:] for form in forms[number]), strict=True)]
-    values = _part(forms[number][side], common, at_end)
-    size = values.abs().max().clamp(min=1e-12) if values.numel() else 1.0
-    weights = torch.linspace(0.5, 1.5, values[0].numel()).reshape(common).to(values)
-    seen = _part(looked[None], common, at_end)[0]
-    _part(directions[number], common, at_end).copy_((weights + values / size) * seen)
+    seen = _part(looked[None], common, at_end)
+    values = _part(forms[number][side], common, at_end) * seen
+    size = values.abs().amax().clamp(min=1e-12) if values.numel() else 1.0
+    weights = torch.linspace(0.5, 1.5, seen.numel()).reshape(seen.shape).to(values) * seen
+    _part(directions[number], common, at_end).copy_(weights + values / size)
     return directions
 
 
