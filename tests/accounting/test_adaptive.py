@@ -46,6 +46,7 @@ def run_filter(plan, kappas, solve=next_grad_noise):
     return guard, sigmas
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.floats(0.05, 1.0), min_size=5, max_size=5),

@@ -26,6 +26,7 @@ from .loops import BATCH, DELTA, RECORDS, Loop, data, mlp, private
 # ── epsilon ──────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_epsilon_is_that_of_the_events_so_far():
     loop = private(noise_multiplier=1.3)
     assert loop.engine.get_epsilon(DELTA) == 0.0
@@ -112,6 +113,7 @@ def start(**options: Any) -> Loop:
     return private(with_dropout(), **adam, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["open-ended", pytest.param("predeclared", marks=pytest.mark.slow), "adaptive"]
 )

@@ -62,6 +62,7 @@ def header(c: Config):
     return plan_of(c).header(versions={"dpis": "test"}, seeded=True, diagnostics=False)
 
 
+@pytest.mark.slow
 @runs
 def test_a_whole_run_verifies(c: Config, tmp_path: Path) -> None:
     journal = LedgerJournal.create(tmp_path / "l.jsonl", header(c))
@@ -199,6 +200,7 @@ def test_a_release_has_the_noise_it_is_charged_for() -> None:
 # ── a released number of records ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Method.DPIS, Method.DP_SGD, Method.DPIS_ADAPTIVE])
 def test_a_released_count_is_charged_first(method: Method, tmp_path: Path) -> None:
     c = config(method, n_public=100, batch_size=20, release_n=True)

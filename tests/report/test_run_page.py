@@ -88,6 +88,7 @@ def test_marks_come_from_the_ledger_also_where_the_summary_is_silent(tmp_path, c
     )
 
 
+@pytest.mark.slow
 def test_what_is_private_is_shown_with_diagnostics_alone_and_marked(tmp_path, capsys):
     summary = {**SUMMARY, "gradient_evaluations": 123_456}
     assert "123,456" not in shown(make_run(tmp_path / "a", summary), capsys)

@@ -36,6 +36,8 @@ PROBABILITIES = RATE * np.array(
     [importance_of(float(np.float32(n)), 1.0, HEADROOM, FLOOR) for n in np.tile(NORMS, 3)]
 )
 
+pytestmark = pytest.mark.slow
+
 
 def fast() -> ImportanceSampler:
     sampler = ImportanceSampler(POPULATION, 1.0, headroom=HEADROOM, floor=FLOOR)

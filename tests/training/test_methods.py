@@ -24,6 +24,7 @@ EASY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpis", "dpis-adaptive", "dp-sgd", "dp-sgd-decay", "sgd"])
 def test_every_method_learns(tmp_path: Path, method: str) -> None:
     result = fit(tmp_path / "run", method=method, held_out=points(500, seed=9), **EASY)

@@ -314,6 +314,7 @@ class ShakenTensors(TensorDataset):
         return inputs + torch.rand(4), target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "method"),
     [(Shaken(), "dpis-adaptive"), (ShakenTensors(*points().tensors), "dpis")],
@@ -330,6 +331,7 @@ def test_random_transforms_resume_bit_by_bit(tmp_path: Path, dataset: Any, metho
     assert not torch.equal(weights(plain.folder)["weight"], weights(whole.folder)["weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("checked_engine")
 @pytest.mark.parametrize(("method", "step"), [("dpis", 3), ("dpis-adaptive", 6)])
 def test_dropout_resumes_bit_by_bit(tmp_path: Path, method: str, step: int) -> None:

@@ -63,6 +63,7 @@ def _public(folder: Path) -> tuple[bytes, dict[str, Any]]:
     return b"\n".join(lines[:-1]), summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpis", "dp-sgd"])
 @pytest.mark.parametrize("n", [0, 65, 300])
 def test_nothing_shows_how_many_records_there_are(tmp_path: Path, method: str, n: int) -> None:

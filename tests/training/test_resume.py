@@ -141,6 +141,7 @@ def _sweep(tmp_path: Path, name: str, points_: range) -> None:
         assert released(folder) == whole, f"dead after {last} of {counting.count}"
 
 
+@pytest.mark.slow
 @left_open
 @pytest.mark.parametrize("name", RUNS)
 def test_dead_at_some_points(tmp_path: Path, name: str) -> None:
