@@ -23,15 +23,11 @@ def emptied(one: Any, two: Any) -> Any:
         grown = [d for d, (a, b) in enumerate(zip(one.shape, two.shape, strict=True)) if a != b]
         return one.narrow(grown[0], 0, 0) if grown else one
     if isinstance(one, Mapping):
-        values = {key: emptied(value, two[key]) for key, value in one.items()}
-        with suppress(TypeError):
-            return type(one)(values)  # type: ignore[call-arg]
-        return values
+        return batches.like(one, [emptied(value, two[key]) for key, value in one.items()])
     if isinstance(one, tuple | list):
         if len(one) != len(two):
             return type(one)()
-        entries = [emptied(a, b) for a, b in zip(one, two, strict=True)]
-        return type(one)(*entries) if hasattr(one, "_fields") else type(one)(entries)
+        return batches.like(one, [emptied(a, b) for a, b in zip(one, two, strict=True)])
     return one
 
 
