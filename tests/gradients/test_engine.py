@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, batches
 from dpis.gradients.engine import LANES
-from dpis.gradients.tape import Tape
 from tests.gradients import oracles
 from tests.gradients.problems import PROBLEMS, Problem, mlp
 
@@ -539,34 +538,3 @@ def test_a_parameter_used_unseen_takes_the_slow_way() -> None:
 
     with pytest.warns(SlowGradientsWarning, match="cannot be seen"):
         RecordGradients(Custom(), nn.CrossEntropyLoss())(labelled(8), ones)
-
-
-class Rounding(nn.Module):
-    """One record by itself is computed a little otherwise, as where rounding decides which of two maxima is taken.
-
-    Args:
-        everywhere: in float64 too, so that it is no rounding.
-    """
-
-    def __init__(self, everywhere: bool) -> None:
-        super().__init__()
-        self.linear, self.everywhere = nn.Linear(6, 4), everywhere
-
-    def forward(self, x: Tensor) -> Tensor:
-        alone = len(x) == 1 and (self.everywhere or x.dtype == torch.float32)
-        return self.linear(x * 1.05 if alone else x)
-
-
-def test_what_differs_in_float32_alone_is_rounding() -> None:
-    RecordGradients(Rounding(everywhere=False), nn.CrossEntropyLoss())(labelled(8), ones)
-    with pytest.warns(SlowGradientsWarning, match=r"the fast gradient differed"):
-        RecordGradients(Rounding(everywhere=True), nn.CrossEntropyLoss())(labelled(8), ones)
-
-
-def test_rounding_is_no_excuse_for_norms_of_other_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    norms = Tape.norms
-    monkeypatch.setattr(Tape, "norms", lambda tape: 0.9 * norms(tape))
-    with pytest.raises(RuntimeError, match=r"even by torch\.func"):
-        RecordGradients(Rounding(everywhere=False), nn.CrossEntropyLoss())(labelled(8), ones)

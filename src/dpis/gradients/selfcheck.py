@@ -36,20 +36,20 @@ def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[s
         for name, expected in plain.items()
         if _differ(torch.stack([sums[name] for sums in fast]), expected, sizes, half)
     ]
-    norms = tape.norms()
-    limit = HALF_TOLERANCE if half else max(TOLERANCES.values())
-    wrong = (norms - sizes).abs() > limit * sizes + VANISHING
-    return sorted(plain) if bool(wrong.any()) and not off else sorted(off)
+    wrong = not off and _are_others(tape.norms(), sizes, half)
+    return sorted(plain) if wrong else sorted(off)
 
 
 def norms_fit(tape: Tape, half: bool) -> bool:
     """Whether the norms of a few records are those of the gradients that are summed."""
     norms = tape.norms()
+    sums = [tape.weighted_sum(only) for only in torch.eye(len(norms)).to(norms)]
+    return not _are_others(norms, torch.stack([_size(one) for one in sums]), half)
+
+
+def _are_others(norms: Tensor, sizes: Tensor, half: bool) -> bool:
     limit = HALF_TOLERANCE if half else max(TOLERANCES.values())
-    sizes = torch.stack(
-        [_size(tape.weighted_sum(only)) for only in torch.eye(len(norms)).to(norms)]
-    )
-    return not bool(((norms - sizes).abs() > limit * sizes + VANISHING).any())
+    return bool(((norms - sizes).abs() > limit * sizes + VANISHING).any())
 
 
 def _size(gradients: Mapping[str, Tensor]) -> Tensor:
