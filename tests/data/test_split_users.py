@@ -1,10 +1,14 @@
 """Coins that split, and rows that speak for a user: against slow oracles, and by frequency."""
 
 import itertools
+import math
+import uuid
 from collections import Counter
+from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,3 +122,54 @@ def test_choices_that_are_refused() -> None:
             choose_rows(index, one, 1, np.full((1, 1), bad))
     with pytest.raises(InputError, match="one a row"):
         group_by_user(np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("user_ids", "problem"),
+    [
+        ([1.0, math.nan, 2.0, math.nan], "have no user, found nan"),
+        (np.array([1.0, np.nan]), "have no user"),
+        ([torch.tensor(1.0), torch.tensor(math.nan)], "have no user"),
+        (np.array(["2020-01-01", "NaT"], dtype="M8[D]"), "have no user"),
+        (np.ma.MaskedArray([1, 2], mask=[False, True]), "have no user, found None"),
+        (["a", None, "b"], "have no user"),
+        (np.array(["a", "", "b"]), "have no user, found ''"),
+        (np.array(["a", np.nan], dtype=object), "have no user"),
+        ([b"a", b" "], "have no user"),
+        ([1, "1"], "of one type"),
+        (np.array([1, 1.0], dtype=object), "of one type"),
+        (np.array([[1], [2]]), "one a row"),
+        ([[1], [2]], "can be looked up"),
+    ],
+)
+def test_ids_that_do_not_tell_users_apart_are_refused(user_ids, problem):
+    """Rows without a user would be pooled: without one of their owners, the record of the others would change."""
+    with pytest.raises(InputError, match=problem):
+        group_by_user(user_ids)
+
+
+def objects(*values):
+    made = np.empty(len(values), dtype=object)
+    made[:] = values
+    return made
+
+
+@pytest.mark.parametrize(
+    "user_ids",
+    [
+        [5, 5, 6],
+        ["a", "a", "b"],
+        (1.5, 1.5, 2.0),
+        torch.tensor([3, 3, 1]),
+        [2**63, 2**63, 2**63 + 1],
+        [b"\xff\xfe", b"\xff\xfe", b"\xfd"],
+        objects("x", np.str_("x"), "x\0"),
+        objects(1, np.int64(1), 2),
+        objects(("a", 1), ("a", 1), ("a", 2)),
+        objects(Decimal("7"), Decimal("7.0"), Decimal("8")),
+        [uuid.UUID(int=1), uuid.UUID(int=1), uuid.UUID(int=2)],
+    ],
+    ids=repr,
+)
+def test_users_are_told_apart_by_equality(user_ids):
+    assert group_by_user(user_ids).counts.tolist() == [2, 1]

@@ -7,12 +7,15 @@ rows they have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpis.data.arrays import codes_by_appearance
+from dpis.data.schema import is_missing, shown
 from dpis.errors import InputError
 
 
@@ -36,19 +39,50 @@ class UserIndex:
         return self.rows[self.offsets[user] : self.offsets[user + 1]]
 
 
-def group_by_user(user_ids: NDArray[np.generic]) -> UserIndex:
+def group_by_user(user_ids: Sequence[Any] | NDArray[Any]) -> UserIndex:
     """Users numbered in the order in which they first appear, each with its rows.
 
-    >>> index = group_by_user(np.array([7, 3, 7, 7]))
+    >>> index = group_by_user([7, 3, 7, 7])
     >>> index.rows_of(0).tolist(), index.rows_of(1).tolist()
     ([0, 2, 3], [1])
     """
-    if user_ids.ndim != 1:
-        raise InputError(f"user ids must be one a row, found the shape {user_ids.shape}")
-    codes = codes_by_appearance(user_ids)
+    codes = _numbered(user_ids)
     counts = np.bincount(codes)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return UserIndex(offsets, np.argsort(codes, kind="stable").astype(np.int64))
+
+
+def _numbered(user_ids: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
+    """Users numbered from 0 as they first appear, told apart by equality alone: no rounding, no sorting, no texts.
+
+    Rows without a user would be taken for one user's, and so might those of 1 and "1".
+    """
+    if getattr(user_ids, "ndim", 1) != 1:
+        raise InputError(f"user ids must be one a row, found the shape {np.shape(user_ids)}")
+    listed = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
+    names = [name.item() if hasattr(name, "item") else name for name in listed]
+    for name in names:
+        if name is None or is_missing(_text(name)):
+            raise InputError(
+                f"some rows have no user, found {shown(name)}: whose they are decides what is protected. Remove them "
+                "or name the user; together they would count as one, and the claim would not hold for their owners"
+            )
+    if len({Integral if isinstance(name, Integral) else type(name) for name in names}) > 1:
+        raise InputError(
+            "user ids must be of one type, found several: 1, 1.0 and '1' may be one user or three"
+        )
+    number: dict[Any, int] = {}
+    try:
+        return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
+    except TypeError:
+        raise InputError(
+            f"user ids must be numbers, text or other values that can be looked up, found {shown(names[0])}"
+        ) from None
+
+
+def _text(name: object) -> str:
+    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return "" if text == "NaT" else text  # a date that is none
 
 
 def choose_rows(

@@ -100,7 +100,7 @@ class Records:
                 raise InputError(
                     f"one user id a row is required: {rows} rows, {len(self.user_ids)} ids"
                 )
-            self._users = group_by_user(np.asarray(self.user_ids))
+            self._users = group_by_user(self.user_ids)
         elif self.max_rows_per_user > 1:
             raise InputError("max_rows_per_user needs user_ids")
         self._count = rows if self._users is None else len(self._users)
