@@ -180,6 +180,15 @@ def test_the_next_noise_is_solved_at_once():
     assert time.process_time() - begin < 10 * 0.1 * 5
 
 
+def test_a_run_near_the_knee_of_a_high_order_is_solved_to_its_end():
+    """There the cost of a step falls a thousandfold within some per cent of the noise."""
+    workload = Workload.create(n_public=1000, batch_size=3, epochs=8)
+    plan = plan_adaptive(Budget(0.3, 1e-6), workload)
+    for lowest in (0.02, 0.1, 0.2, 0.3, 0.5):
+        guard, _ = run_filter(plan, [max(lowest, 1 - (1 - lowest) * e / 4) for e in range(8)])
+        assert 0.99 * plan.rho_budget < guard.spent <= plan.rho_budget
+
+
 def test_misuse_of_the_solver_is_refused():
     plan = plan_adaptive(Budget(1, DELTA), SMALL)
     for kappa in (0.0, 1.01, math.nan, 0.02):

@@ -28,6 +28,22 @@ def test_survives_infinities_and_zeros(threshold, guess):
     assert threshold <= found <= threshold * 1.002
 
 
+@given(st.floats(0.5, 20.0), st.floats(1.0, 400.0), st.floats(-2.0, 4.0), st.floats(1e-2, 1e2))
+def test_survives_a_knee(knee, steepness, log_target, guess):
+    """Epsilon falls by orders of magnitude within a few per cent of the noise: slopes on either side mislead."""
+    seen = []
+
+    def epsilon(x):
+        seen.append(x)
+        return 10 ** (3 * math.tanh(steepness * math.log(knee / x))) / x
+
+    target = 10**log_target
+    found = smallest_parameter(epsilon, target, guess=guess)
+    assert len(seen) < 60
+    assert epsilon(found) <= target
+    assert found <= SMALLEST_PARAMETER * (1 + 1e-12) or epsilon(found * (1 - 2e-3)) > target
+
+
 def test_a_floor_just_below_the_target_is_still_found():
     found = smallest_parameter(lambda x: 0.999 + 1 / x, 1.0, guess=1.0, tolerance=1e-3)
     assert 0.999 + 1 / found <= 1.0

@@ -92,7 +92,10 @@ def adaptive_terms(
         clip_norm=clip_norm,
         pi_cap=plan.config.pi_cap,
     )
-    kappa = min(1.0, bounds.clip(noisy_norm_sum) / bounds.highest)
+    kappa = bounds.clip(noisy_norm_sum) / bounds.highest
+    kappa = max(
+        accounting.smallest_kappa, min(1.0, kappa)
+    )  # a last bit may be lost in the division
     costs = [times * renyi_divergence(event, accounting.order) for event, times in spent.items()]
     sigma_G = next_grad_noise(accounting, epoch=epoch, kappa=kappa, spent=math.fsum(costs))
     step = adaptive_step(workload, sigma_G, kappa)
