@@ -169,7 +169,8 @@ def test_an_early_stop_keeps_the_claim(tmp_path: Path) -> None:
 
 
 def test_an_early_stop_may_want_less(tmp_path: Path) -> None:
-    values = iter([3.0, 2.0, 1.0, 1.5, 1.2, 0.1])
+    tried = 0.0  # before the first epoch, and of no account
+    values = iter([tried, 3.0, 2.0, 1.0, 1.5, 1.2, 0.1])
     result = fit(
         tmp_path / "run",
         epochs=6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormS
 from dpis.randomness import Key
 from dpis.training.averaging import WeightAverage
 from dpis.training.collation import Collate
-from dpis.training.evaluation import METRICS, HeldOut, Metric, require_numbers
+from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
 from dpis.training.files import next_run_folder
 from dpis.training.progress import ProgressBar, Reporter, Silent
 from dpis.training.records import Augment, Records, tensors_of
@@ -303,7 +304,9 @@ def _held_out(
 
 
 def _metrics_for(loss: Loss | None) -> Mapping[str, Metric]:
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss is functional.cross_entropy:
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return {"accuracy": partial(correct, ignored=loss.ignore_index)}
+    if loss is functional.cross_entropy:
         return {"accuracy": METRICS["accuracy"]}
     if isinstance(loss, nn.MSELoss) or loss is functional.mse_loss:
         return {"squared_error": METRICS["squared_error"]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpis.errors import InputError
 from dpis.gradients import batches
@@ -21,17 +21,38 @@ Metric = Callable[[Any, Any], Tensor]
 ROWS_AT_ONCE = 1024
 
 
-def correct(output: Tensor, target: Tensor) -> Tensor:
-    """1 where the largest output is the target's class, else 0 (over positions: their share); NaN of a NaN."""
-    right = (output.argmax(dim=1) == target).double()
+IGNORED = -100
+"""The class of positions that do not count, by default: PyTorch's."""
+
+
+def correct(output: Tensor, target: Tensor, ignored: int = IGNORED) -> Tensor:
+    """1 where the largest output is the class, else 0 (over positions that count: their share); NaN of a NaN."""
+    largest = output.argmax(dim=1)
+    if largest.shape != target.shape:
+        raise InputError(
+            f"accuracy needs one class a row or position, targets of the shape {list(largest.shape)}; found "
+            f"{list(target.shape)}. Reshape the held-out targets, or give metrics={{name: metric(output, target)}}"
+        )
+    right = (largest == target).double()
     right = right.masked_fill(
         output.isnan().any(dim=1), torch.nan
     )  # argmax takes it for the largest
-    return right.reshape(len(right), -1).mean(1)
+    counts = (target.long() != ignored).reshape(len(target), -1)  # in a byte -100 would be 156
+    if not counts.any(1).all():
+        raise InputError(
+            f"in some held-out rows every target is {ignored}, which the loss ignores: there is nothing to measure. "
+            "Remove those rows"
+        )
+    right = right.reshape(len(right), -1).where(counts, 0.0)
+    return right.sum(1) / counts.sum(1)
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
     """Mean over a row's outputs of the squared difference."""
+    if output.numel() != target.numel():
+        raise InputError(
+            f"as many targets as outputs are needed, of the shape {list(output.shape)}; found {list(target.shape)}"
+        )
     difference = output.double().reshape(target.shape) - target.double()
     return difference.square().reshape(len(target), -1).mean(1)
 
@@ -58,6 +79,14 @@ class HeldOut:
     dataset: Dataset[Any]
     metrics: Mapping[str, Metric]
     collate_fn: Callable[[list[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        stream: object = iter(self.dataset) if isinstance(self.dataset, IterableDataset) else None
+        if stream is self.dataset:
+            raise InputError(
+                "held-out data is measured after every epoch: a stream that can be read once only will not do. Read "
+                "it into a list first"
+            )
 
 
 @contextmanager
@@ -87,10 +116,23 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict
             require_numbers(batches.tensors(batch))
             *inputs, target = batches.apply(lambda tensor: tensor.to(device), batch)
             output = module(*inputs)
-            rows += batches.rows(batch)
+            here = batches.rows(batch)
             for name, metric in held_out.metrics.items():
-                totals[name] += float(metric(output, target).double().sum())
+                values = metric(output, target)
+                _require_one_a_row(name, values, here)
+                totals[name] += float(values.double().sum())
+            rows += here
     return {name: total / rows for name, total in totals.items()} if rows else {}
+
+
+def _require_one_a_row(name: str, values: object, rows: int) -> None:
+    """A mean over the batch would be divided by the rows once more; a comparison may have broadcast."""
+    if not isinstance(values, Tensor) or values.numel() != rows:
+        found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(
+            f"the metric {name!r} must give one value a row, {rows} in all, found {found}: leave out the mean, and "
+            "compare tensors of one shape"
+        )
 
 
 def require_numbers(tensors: Iterable[Tensor]) -> None:

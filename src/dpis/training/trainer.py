@@ -241,6 +241,13 @@ class Trainer:
         elif scheduler is not None:
             scheduler.step()
 
+    def _try_metrics(self) -> None:
+        """A metric that does not fit shows before anything is spent. It looks at the model, and leaves it as it is."""
+        if self.task.held_out is not None:
+            chance = self.run.key.stream("held-out", 0)
+            with seeded_generators(chance), unwritten(self.task.model):
+                evaluate(self.task.model, self.task.held_out, self._device)
+
     def _measure(self) -> None:
         """Held-out metrics after an epoch, and whether to stop on them."""
         task, progress, terms = self.task, self._progress, self._terms
@@ -307,6 +314,7 @@ class Trainer:
             identity_of(self.task, self._asleep),
             fingerprint(self.task.records, self.run.key),
         )
+        self._try_metrics()
         state = self.run.training
         if state is None:
             self._identity_saved, self._data = identity, data
