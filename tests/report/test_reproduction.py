@@ -133,3 +133,10 @@ def test_other_figures_take_their_points_from_rows(rows):
     work = {chart.key: chart for chart in work_charts(rows)}["work-fmnist"]
     assert (310_000, pytest.approx(81.2)) in [series.points[0] for series in work.series]
     assert list(kappa_charts([])) == list(work_charts([])) == []
+
+
+def test_work_and_accuracy_are_of_the_same_rows():
+    older = row(seed=1, gradient_evaluations=9_000_000, options={"lr": 1.0})
+    newer = row(seed=2, gradient_evaluations=1_000_000, options={"lr": 2.0}, test_accuracy=0.8)
+    (chart,) = work_charts([older, newer, row(method="dp-sgd-hf")])
+    assert [(1_000_000, pytest.approx(80.0))] in [series.points for series in chart.series]

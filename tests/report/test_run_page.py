@@ -88,6 +88,14 @@ def test_marks_come_from_the_ledger_also_where_the_summary_is_silent(tmp_path, c
     )
 
 
+@pytest.mark.parametrize(("recipe", "scaled"), [({}, False), (SUMMARY["recipe"], True)])
+def test_only_targets_that_were_scaled_are_said_to_be(tmp_path, capsys, recipe, scaled):
+    summary = {**SUMMARY, "metrics": {"squared_error": 9.0}, "recipe": recipe}
+    page = shown(make_run(tmp_path / "run", summary), capsys)
+    assert "Root mean squared error 3.0000" in page
+    assert ("(target scaled to -1..1)" in page) is scaled
+
+
 @pytest.mark.slow
 def test_what_is_private_is_shown_with_diagnostics_alone_and_marked(tmp_path, capsys):
     summary = {**SUMMARY, "gradient_evaluations": 123_456}

@@ -164,12 +164,25 @@ def test_a_verdict_counts_cells_and_names_those_below():
     rows = [
         row(method="dp-sgd", accountant="rdp", test_accuracy=0.99),
         row(method="dp-sgd-hf", accountant="rdp", test_accuracy=0.80),
+        row(method="dp-sgd-hf", accountant="rdp", test_accuracy=0.80, epsilon=3.0),
         row(method="dpis", recipe="linear", accountant="rdp", test_accuracy=0.10),
         row(method="sgd", epsilon=None, test_accuracy=0.90),
     ]
     assert verdict(sections(rows)[0]) == (
-        "1 of 2 private cells and 0 of 1 non-private cells that were run are at or above the paper's. "
-        "Below: Fashion-MNIST, DP-SGD-HF, "
-        "ε\u00a0=\u00a01, RDP (−6.00); Fashion-MNIST, non-private (−0.90)."
+        "1 of 3 private cells and 0 of 1 non-private cells that were run are at or above the paper's. "
+        "Below: Fashion-MNIST, DP-SGD-HF, RDP: ε\u00a0=\u00a01 (−6.00), ε\u00a0=\u00a03 (−8.30); "
+        "Fashion-MNIST, non-private (−0.90)."
     )
     assert verdict(sections([])[0]) == ""
+
+
+def test_lines_of_one_name_are_counted_apart():
+    """Table 4 has two lines for a data set: none may hide the other."""
+    one = {"table": "table4", "method": "dpis-adaptive", "accountant": "rdp"}
+    rows = [
+        row(**one, recipe="adaptive-clipping", test_accuracy=0.1, options={"c_star": 0.4}),
+        row(**one, recipe="fixed-clipping", test_accuracy=0.99),
+    ]
+    said = verdict(sections(rows)[1])
+    assert said.startswith("1 of 2 private cells that were run are at or above the paper's.")
+    assert "Below: Fashion-MNIST (adaptive clip norm), RDP: ε\u00a0=\u00a01 (−76.50)." in said

@@ -37,9 +37,8 @@ def print_outcome(job: JobResult, console: Console) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     result = job.result
-    say(
-        f"[bold]{words.quality(result.metrics)}[/bold] on {escape(job.measured_on)}, in {_duration(job.wall_seconds)}."
-    )
+    quality = words.quality(result.metrics, scaled=True)
+    say(f"[bold]{quality}[/bold] on {escape(job.measured_on)}, in {_duration(job.wall_seconds)}.")
     say()
     for line in _guarantee(job):
         say(line)

@@ -116,7 +116,8 @@ def train(
         Text,
         typer.Option(
             metavar="group|channel",
-            help="Scatter features: by record, or by an accounted release. [default: group]",
+            help="Scatter features: by record, or by an accounted release, which suits colour images. "
+            "[default: group]",
         ),
     ] = None,
     augment: Annotated[

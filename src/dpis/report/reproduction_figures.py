@@ -16,6 +16,7 @@ from dpis.report.rows import (
     clips_adaptively,
     measured,
     method_name,
+    of_last_setting,
     option,
     select,
 )
@@ -260,7 +261,7 @@ def _work_chart(
         result = measured(group)
         if result is None:
             continue
-        work = statistics.fmean(row["gradient_evaluations"] for row in group)
+        work = statistics.fmean(row["gradient_evaluations"] for row in of_last_setting(group))
         name = method_name(method) + (f", {recipe}" if recipe != PAPER else "")
         label = published.METHODS.get(method, method) if recipe == PAPER else recipe
         series.append(

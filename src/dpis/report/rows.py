@@ -97,17 +97,22 @@ def select(
 
 def measured(rows: Iterable[Row]) -> Measured | None:
     """Mean and spread over seeds, of one setting: that of the last row. None without rows."""
-    every = list(rows)
-    if not every:
+    values = [100 * float(row["test_accuracy"]) for row in of_last_setting(rows)]
+    if not values:
         return None
-    by_seed = {row.get("seed"): row for row in every if _settings(row) == _settings(every[-1])}
-    values = [100 * float(row["test_accuracy"]) for row in by_seed.values()]
     spread = None
     if len(values) >= 3:
         spread = statistics.stdev(values)
     elif len(values) == 2:
         spread = max(values) - min(values)
     return Measured(statistics.fmean(values), len(values), spread)
+
+
+def of_last_setting(rows: Iterable[Row]) -> list[Row]:
+    """Of rows of one cell those that count: one a seed, of the setting of the last."""
+    every = list(rows)
+    same = [row for row in every if _settings(row) == _settings(every[-1])]
+    return list({row.get("seed"): row for row in same}.values())
 
 
 def option(row: Row, name: str) -> Any:

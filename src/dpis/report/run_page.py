@@ -18,9 +18,9 @@ from dpis.report.run_files import RunReport
 
 def render_run(run: RunReport) -> str:
     """The page."""
-    quality = words.quality(run.summary["metrics"])
-    measured_on = run.summary["recipe"].get("measured_on")
-    trained = run.summary["recipe"].get("data")
+    recipe = run.summary["recipe"]  # empty: trained from Python
+    quality = words.quality(run.summary["metrics"], scaled=bool(recipe))
+    measured_on, trained = recipe.get("measured_on"), recipe.get("data")
     return page(
         f"{quality}: {_system(run)}" + (f" on {trained}" if trained else ""),
         tag("h1", quality),

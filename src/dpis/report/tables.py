@@ -94,15 +94,19 @@ def verdict(section: Section) -> str:
     ]
     if not counts:
         return ""
-    below = [f"{where} ({signed(d)})" for where, d in (private | others).items() if d < 0]
+    below: dict[str, list[str]] = {}
+    for (line, head), difference in (private | others).items():
+        if difference < 0:
+            below.setdefault(line, []).append(f"{head} ({signed(difference)})".lstrip())
     reached = f"{' and '.join(counts)} that were run are at or above the paper's."
-    return reached + (f" Below: {'; '.join(below)}." if below else "")
+    named = "; ".join(f"{line} {', '.join(cells)}" for line, cells in below.items())
+    return reached + (f" Below: {named}." if below else "")
 
 
-def _compared(section: Section, *, private: bool) -> dict[str, float]:
-    """Ours less the paper's, by place. What is not private stands in every block, and counts once."""
+def _compared(section: Section, *, private: bool) -> dict[tuple[str, str], float]:
+    """Ours less the paper's, by line and column. What is not private stands in every block, and counts once."""
     return {
-        _place(block, table, line, head): difference
+        (_named_alone(block, table, line), head if line.private else ""): difference
         for block in section.blocks
         for table in block.tables
         for line in table.lines
@@ -112,9 +116,12 @@ def _compared(section: Section, *, private: bool) -> dict[str, float]:
     }
 
 
-def _place(block: Block, table: Table, line: Line, head: str) -> str:
-    of_cell = (head, block.account.upper()) if line.private else ()
-    return ", ".join(filter(None, (table.title, line.name, *of_cell)))
+def _named_alone(block: Block, table: Table, line: Line) -> str:
+    """A line in words that no other has."""
+    alone = [other.name for other in table.lines].count(line.name) == 1
+    name = line.name if alone or not line.detail else f"{line.name} ({line.detail})"
+    account = f"{block.account.upper()}:" if line.private else ""
+    return ", ".join(filter(None, (table.title, name, account)))
 
 
 # ── the paper's tables ───────────────────────────────────────────────────────────────────────────────

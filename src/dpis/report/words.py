@@ -15,13 +15,19 @@ _MARKS = {
 }
 
 
-def quality(metrics: Mapping[str, float | None]) -> str:
-    """How good the model is, in a few words."""
+def quality(metrics: Mapping[str, float | None], *, scaled: bool) -> str:
+    """How good the model is, in a few words.
+
+    Args:
+        metrics: as they were measured on held-out records.
+        scaled: whether `dpis train` brought the targets of a regression to -1..1 by their public bounds.
+    """
     accuracy, error = metrics.get("accuracy"), metrics.get("squared_error")
     if accuracy is not None:
         return f"Accuracy {100 * accuracy:.1f} %"
     if error is not None:
-        return f"Root mean squared error {math.sqrt(error):.4f} (target scaled to -1..1)"
+        note = " (target scaled to -1..1)" if scaled else ""
+        return f"Root mean squared error {math.sqrt(error):.4f}{note}"
     return "Trained"
 
 
