@@ -53,13 +53,20 @@ def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
 
     git("init")
     git("commit", "--allow-empty", "-m", "of another project")
-    installed = tmp_path / "runner.py"
+    package = tmp_path / "src" / "package"
+    (package / "reproduce").mkdir(parents=True)
+    installed = package / "reproduce" / "runner.py"
     installed.write_text("")
     monkeypatch.setattr(runner, "__file__", str(installed))
     assert runner._commit() == "unknown"
-    git("add", "runner.py")
+    git("add", ".")
     git("commit", "-m", "its own")
-    assert len(runner._commit()) == 12
+    commit = runner._commit()
+    assert len(commit) == 12
+    (tmp_path / "results.jsonl").write_text("a row that was written meanwhile")
+    assert runner._commit() == commit
+    (package / "new.py").write_text("")
+    assert runner._commit() == f"{commit}-dirty"
 
 
 def test_rows_are_read(tmp_path):

@@ -180,17 +180,17 @@ def _verified_ledger(folder: Path) -> bytes:
 
 
 def _commit() -> str:
-    """Of the code that runs, with a mark if it was changed since."""
+    """Of the code that runs, with a mark if the package was changed since; rows written beside it are no change."""
     here = Path(__file__)
+    package = here.parents[1]
     try:
-        _git(
-            here.parent, "ls-files", "--error-unmatch", here.name
-        )  # not a repository around a venv
-        return _git(
-            here.parent, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"
-        ).strip()
+        own = str(here.relative_to(package))
+        _git(package, "ls-files", "--error-unmatch", own)  # not a repository around a venv
+        commit = _git(package, "rev-parse", "--short=12", "HEAD").strip()
+        changed = _git(package, "status", "--porcelain", "--", ".").strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if changed else commit
 
 
 def _git(folder: Path, *words: str) -> str:

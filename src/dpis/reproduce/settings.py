@@ -215,7 +215,7 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
         scattered={"batch_size": 2048, "lr": 4.0, "normalise": "channel"},
         scattered_below_2={"lr": 3.0},
         linear={"batch_size": 8192, "epochs": 60, "lr": 3.0, "normalise": "channel"},
-        importance={"equivalent_batch": 8192.0},
+        importance={"equivalent_batch": 4096.0},
         a_e=0.8,
     ),
     "imdb": _imdb(),
