@@ -1,6 +1,7 @@
 """What the paper's systems are called, and what their options do to the guarantee."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from dpis.accounting import verify_ledger
 from dpis.cli.app import main
 from dpis.features import channels
+from dpis.features.colours import Colours
 from dpis.jobs import training
+from dpis.jobs.pipeline import Pipeline
 from dpis.training.model_file import load_card
 from dpis.training.trainer import Trainer
 
@@ -23,6 +26,19 @@ def pictures(tmp_path_factory):
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 2, 300)
     images = generator.integers(0, 100, (300, 16, 16)) + 100 * labels[:, None, None]
+    np.savez(path, x=images.astype(np.uint8), y=labels)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """In colour: red or blue by class, of one brightness."""
+    path = tmp_path_factory.mktemp("photographs") / "photographs.npz"
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 2, 300)
+    images = generator.integers(0, 100, (300, 3, 16, 16))
+    images[:, 0] += 100 * labels[:, None, None]
+    images[:, 2] += 100 * (1 - labels)[:, None, None]
     np.savez(path, x=images.astype(np.uint8), y=labels)
     return str(path)
 
@@ -75,6 +91,8 @@ def load_card_of_run():
         (["--model", "cnn", "--augment", "flip", "--augmentations", "0"], "must be at least 1"),
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),
+        (["--colours", "cmyk"], "must be rgb or opponent"),
+        (["--colours", "opponent"], "images [3, height, width]"),
     ],
 )
 def test_what_does_not_go_together_is_refused(pictures, capsys, options, complaint, tmp_path):
@@ -120,6 +138,32 @@ def test_scattered_views_train_and_predict(pictures, normalise):
     assert verify_ledger(Path("run/ledger.jsonl")).holds
     assert summary()["claim"]["protects"] == "one record"
     assert main(["predict", "run", pictures]) == 0
+
+
+@pytest.mark.parametrize("normalise", ["group", "channel"])
+def test_opponent_colours_come_with_the_released_model(photographs, normalise, capsys):
+    """Trained, predicted with and written out in plain PyTorch, the same planes are scattered."""
+    options = ["--model", "scatter-linear", "--normalise", normalise, "--colours", "opponent"]
+    assert train(photographs, *options) == 0
+    assert summary()["recipe"]["colours"] == "opponent"
+    pipeline = Pipeline.from_json(load_card_of_run().preprocessing)
+    assert pipeline.colours is Colours.OPPONENT
+    images = np.load(photographs)["x"][:9]
+    plain = {}
+    exec(Path("run/model.py").read_text(), plain)
+    inputs = pipeline.inputs(torch.as_tensor(images).float() / 255)
+    torch.testing.assert_close(plain["preprocess"](images), inputs)
+    rgb = replace(pipeline, colours=Colours.RGB).inputs(torch.as_tensor(images).float() / 255)
+    assert not torch.allclose(inputs, rgb)
+    assert main(["predict", "run", photographs]) == 0
+
+
+def test_a_model_file_that_does_not_speak_of_colours_has_red_green_and_blue(pictures):
+    assert train(pictures, "--model", "scatter-linear") == 0
+    saved = load_card_of_run().preprocessing
+    assert Pipeline.from_json(saved | {"colours": "rgb"}).colours is Colours.RGB
+    del saved["colours"]
+    assert Pipeline.from_json(saved).colours is Colours.RGB
 
 
 def test_images_with_their_channels_last_are_refused(tmp_path, capsys):

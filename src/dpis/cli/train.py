@@ -120,6 +120,14 @@ def train(
             "[default: group]",
         ),
     ] = None,
+    colours: Annotated[
+        Text,
+        typer.Option(
+            metavar="rgb|opponent",
+            help="Scatter features of colour images: of red, green, blue, or of brightness and two "
+            "differences. [default: rgb]",
+        ),
+    ] = None,
     augment: Annotated[
         Text,
         typer.Option(

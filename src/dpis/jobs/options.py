@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpis.errors import InputError
+from dpis.features.colours import Colours
 from dpis.jobs.systems import system
 from dpis.mechanism import Method
 from dpis.training.api import require_learning_rate
@@ -23,6 +24,7 @@ class JobOptions:
     method: str = "dpis"
     model: str | None = None
     normalise: str | None = None
+    colours: str | None = None
     augment: str | None = None
     augmentations: int | None = None
     # the promise
@@ -84,6 +86,8 @@ class JobOptions:
             require_learning_rate(self.lr, "--lr")
         if self.normalise not in (None, "group", "channel"):
             raise InputError(f"--normalise must be group or channel, found {self.normalise!r}")
+        if self.colours not in (None, *Colours):
+            raise InputError(f"--colours must be rgb or opponent, found {self.colours!r}")
         if self.augmentations is not None and self.augmentations < 1:
             raise InputError(f"--augmentations must be at least 1, found {self.augmentations}")
         if self.augmentations is not None and self.augment is None:

@@ -23,6 +23,7 @@ from dpis.data.targets import ClassTarget
 from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
 from dpis.features.channels import ChannelScale
+from dpis.features.colours import Colours, opponent, opponent_source
 from dpis.features.standalone import scattering_source
 from dpis.features.words import VOCABULARY, bag_features, word_sequences
 from dpis.jobs import plain_table
@@ -45,11 +46,13 @@ class Pipeline:
         kind: what the model takes.
         scale: of the channels of scatter features, from accounted releases; None: groups of channels are normalised
             record by record.
+        colours: which planes of colour images are scattered.
     """
 
     preprocessing: Preprocessing
     kind: Inputs
     scale: ChannelScale | None = None
+    colours: Colours = Colours.RGB
 
     def inputs(self, records: Content, progress: Progress | None = None) -> Tensor:
         """What the model takes, from what `preprocessing` made."""
@@ -62,6 +65,8 @@ class Pipeline:
         features = records[:, None] if records.ndim == 3 else records  # grey images: one channel
         if self.kind is not Inputs.SCATTERED:
             return features
+        if self.colours is Colours.OPPONENT:
+            features = opponent(features)
         return scatter_features(features, progress=progress)
 
     def normalised(self, features: Tensor) -> Tensor:
@@ -84,6 +89,7 @@ class Pipeline:
             "records": self.preprocessing.to_json(),
             "inputs": self.kind.value,
             "channel_scale": scale,
+            "colours": self.colours.value,
         }
 
     @classmethod
@@ -94,6 +100,7 @@ class Pipeline:
             preprocessing_from_json(data["records"]),
             Inputs(data["inputs"]),
             None if scale is None else ChannelScale.from_json(scale),
+            Colours(data.get("colours", Colours.RGB)),
         )
 
     def source(self) -> str:
@@ -111,8 +118,12 @@ class Pipeline:
         lines = ["    inputs = torch.as_tensor(records).float()" + " / 255" * arrays.divide_by_255]
         if len(shape) == 2:
             lines.append("    inputs = inputs[:, None]  # one channel")
-        scattered = self.kind is Inputs.SCATTERED
-        if scattered:
+        definitions = ""
+        if self.kind is Inputs.SCATTERED:
+            definitions = scattering_source()
+            if self.colours is Colours.OPPONENT:
+                definitions += "\n\n" + opponent_source()
+                lines.append("    inputs = opponent(inputs)")
             lines.append(f"    inputs = Scattering(({shape[-2]}, {shape[-1]}))(inputs)")
             lines += self._normalise_lines()
         kind = "uint8" if arrays.divide_by_255 else "float"
@@ -120,7 +131,7 @@ class Pipeline:
         function = "\n".join(
             ["@torch.no_grad()\ndef preprocess(records):", doc, *lines, "    return inputs"]
         )
-        return (scattering_source() if scattered else "") + "\n\n" + function + "\n"
+        return definitions + "\n\n" + function + "\n"
 
     def _normalise_lines(self) -> list[str]:
         if self.scale is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dpis.features.channels import (
     ChannelScale,
     channel_sums,
 )
+from dpis.features.colours import Colours
 from dpis.features.views import View, other_views
 from dpis.jobs.options import JobOptions
 from dpis.jobs.pipeline import Pipeline, to_device
@@ -192,10 +193,11 @@ class _Job:
         mechanism: Mechanism | None,
     ) -> tuple[Pipeline, Tensor]:
         """How inputs are made, and those of the training records: of every view, ``[records, views, ...]``."""
-        features = Pipeline(encoded.preprocessing, kind.inputs).described(encoded.features)
+        colours = Colours(said_or(self._options.colours, Colours.RGB))
+        unscaled = Pipeline(encoded.preprocessing, kind.inputs, colours=colours)
+        features = unscaled.described(encoded.features)
         by_channel = self._options.normalise == "channel"
-        scale = _scale(features, mechanism) if by_channel else None
-        pipeline = Pipeline(encoded.preprocessing, kind.inputs, scale)
+        pipeline = replace(unscaled, scale=_scale(features, mechanism)) if by_channel else unscaled
         inputs = pipeline.normalised(features)
         if not views:
             return pipeline, inputs
@@ -274,6 +276,7 @@ def _public_recipe(options: JobOptions, config: Config, source: Source) -> dict[
         "system": options.method,
         "model": model,
         "normalise": options.normalise,
+        "colours": options.colours,
         "augment": options.augment,
         "augmentations": options.augmentations,
         "optimizer": options.optimizer,
