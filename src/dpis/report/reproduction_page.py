@@ -147,7 +147,7 @@ def _cell(cell: Cell, reference: bool) -> Iterator[Child]:
         gap = None
         if difference is not None:
             gap = tag("span", signed(difference), class_="up" if difference >= 0 else "down")
-        yield tag("small", f"paper {cell.published:.1f} ", gap)
+        yield tag("small", f"{cell.published_text} ", gap)
     if ours is not None:
         yield tag("small", ", ".join(filter(None, (ours.spread_text, ours.seeds_text))))
 

@@ -56,7 +56,7 @@ def _cell(cell: Cell, reference: bool) -> str:
         detail = "; ".join(filter(None, (cell.ours.spread_text, cell.ours.seeds_text)))
         said = [f"**{cell.ours.mean:.2f}** ({detail})"]
     if cell.published is not None:
-        said.append(f"paper {cell.published:.1f}")
+        said.append(cell.published_text)
     if cell.difference is not None:
         said.append(signed(cell.difference))
     return ", ".join(filter(None, said))

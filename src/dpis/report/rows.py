@@ -24,6 +24,7 @@ RECIPES = {
     "ema": "large batch and averaged weights",
     "large-batch": "a larger equivalent batch",
     "linear": "a linear model on scatter features",
+    "opponent": "scatter features of opponent colours",
     "raw-pixels": "a network on pixels",
     UNIFORM: "the same schedule, but uniform sampling (k = inf)",
     "views": "scatter features of several fixed views of every image",
