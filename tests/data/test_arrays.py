@@ -71,6 +71,10 @@ def test_names_of_ones_own_and_users(tmp_path: Path) -> None:
     found = read_arrays(npz(tmp_path, x=X, y=Y, user_ids=np.array([9, 9, 2]))).user_ids
     assert found is not None
     assert found.tolist() == [0, 0, 1]
+    of_other_alphabets = np.array([b"\xe9ab", b"\xe8ab", b"\xe9ab"])
+    found = read_arrays(npz(tmp_path, x=X, y=Y, user_ids=of_other_alphabets)).user_ids
+    assert found is not None
+    assert found.tolist() == [0, 1, 0]  # decoded, both would be the same
 
 
 def test_what_is_refused_in_any_file(tmp_path: Path) -> None:
@@ -87,10 +91,12 @@ def test_what_is_refused_in_any_file(tmp_path: Path) -> None:
     assert "no records" in error(npz(tmp_path, x=X[:0], y=Y[:0]))
     assert "features must be numbers" in error(npz(tmp_path, x=X.astype(str), y=Y))
     assert "features must be numbers" in error(npz(tmp_path, x=X.astype(complex), y=Y))
-    assert "users must be whole numbers or text" in error(npz(tmp_path, x=X, y=Y, user_ids=Y / 2))
-    assert "some records have no user" in error(
-        npz(tmp_path, x=X, y=Y, user_ids=np.array(["a", "", "b"]))
+    assert "a.npz: user ids must be whole numbers or text" in error(
+        npz(tmp_path, x=X, y=Y, user_ids=Y / 2)
     )
+    for nobody in ("", "None"):
+        users = np.array(["a", nobody, "b"])
+        assert "a.npz: some rows have no user" in error(npz(tmp_path, x=X, y=Y, user_ids=users))
     assert "users must be one a record" in error(npz(tmp_path, x=X, y=Y, user_ids=Y[:1]))
     assert "cannot read" in error(tmp_path / "none.npz")
     assert "cannot read" in error(tmp_path / "none.pt")

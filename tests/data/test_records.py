@@ -198,8 +198,9 @@ def test_a_label_out_of_range_names_value_and_line(tmp_path: Path) -> None:
     assert f"the first is '12' in line 3 of {path}" in error(path, schema=schema)
 
 
-def test_rows_without_a_user(tmp_path: Path) -> None:
-    path = csv(tmp_path, PEOPLE.replace("bob", "").replace("cy", "NA"))
+@pytest.mark.parametrize("nobody", ["NA", "None", "NaT"])
+def test_rows_without_a_user(tmp_path: Path, nobody: str) -> None:
+    path = csv(tmp_path, PEOPLE.replace("bob", "").replace("cy", nobody))
     assert "2 of 4 rows have no user in 'who', the first on line 3" in error(path, schema=flags())
 
 

@@ -124,6 +124,13 @@ def test_choices_that_are_refused() -> None:
         group_by_user(np.zeros((2, 2)))
 
 
+class ComparedByIdentity:
+    """One user's rows would be those of several."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 @pytest.mark.parametrize(
     ("user_ids", "problem"),
     [
@@ -137,9 +144,20 @@ def test_choices_that_are_refused() -> None:
         (np.array(["a", np.nan], dtype=object), "have no user"),
         ([b"a", b" "], "have no user"),
         ([1, "1"], "of one type"),
-        (np.array([1, 1.0], dtype=object), "of one type"),
+        (np.array(["a", None, None], dtype=str), "have no user, found 'None'"),
+        (["a", " NONE "], "have no user"),
+        (np.array(["2020-01-01", "NaT"], dtype="M8[ns]"), "have no user, found None"),
+        ([("a", 1), (None, 1)], "have no user"),
+        ([("a", 1), ()], "have no user"),
+        (np.array([1, 1.0], dtype=object), "whole numbers or text"),
+        ((1.5, 1.5, 2.0), "whole numbers or text"),
+        (np.array([16777216, 16777217], dtype=np.float32), "whole numbers or text"),
+        (torch.tensor([1.0, 2.0]), "whole numbers or text"),
+        ([ComparedByIdentity(1), ComparedByIdentity(1)], "ComparedByIdentity"),
+        ([("a", ComparedByIdentity(1))], "ComparedByIdentity"),
+        ([torch.tensor([1, 2]), torch.tensor([1, 2])], "whole numbers or text"),
         (np.array([[1], [2]]), "one a row"),
-        ([[1], [2]], "can be looked up"),
+        ([[1], [2]], "whole numbers or text"),
     ],
 )
 def test_ids_that_do_not_tell_users_apart_are_refused(user_ids, problem):
@@ -159,7 +177,8 @@ def objects(*values):
     [
         [5, 5, 6],
         ["a", "a", "b"],
-        (1.5, 1.5, 2.0),
+        [torch.tensor(3), torch.tensor(3), torch.tensor(1)],
+        np.array(["2020-01-01", "2020-01-01", "2021-01-01"], dtype="M8[D]"),
         torch.tensor([3, 3, 1]),
         [2**63, 2**63, 2**63 + 1],
         [b"\xff\xfe", b"\xff\xfe", b"\xfd"],

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpis.data.schema import is_missing, listed, shown
+from dpis.data.schema import listed, shown
+from dpis.data.users import number_users
 from dpis.errors import InputError
 
 FEATURE_NAMES = ("x", "features", "images", "inputs", "data")
@@ -82,13 +83,17 @@ def read_arrays(
     if features.size == 0:
         raise InputError(f"{path}: there are no records: features have the shape {features.shape}")
     targets = named.get(target_name) if target_name else None
+    if targets is not None:
+        targets = _decoded(_one_a_record(path, features, targets, "targets"))
     users = named.get(user_name)
+    if users is not None:
+        users = number_users(_one_a_record(path, features, users, "users"), f"{path}: ")
     return Arrays(
         source=str(path),
         features=features,
         target_name=target_name or "y",
-        targets=None if targets is None else _one_a_record(path, features, targets, "targets"),
-        user_ids=None if users is None else _user_codes(path, features, users),
+        targets=targets,
+        user_ids=users,
     )
 
 
@@ -175,22 +180,14 @@ def _one_a_record(
         raise InputError(
             f"{path}: {what} must be one a record, of the shape ({len(features)},), found {values.shape}"
         )
-    if values.dtype.kind == "S":
-        return np.char.decode(values.astype(np.bytes_), "utf-8", "replace")
     return values
 
 
-def _user_codes(
-    path: Path, features: NDArray[np.generic], users: NDArray[np.generic]
-) -> NDArray[np.int64]:
-    users = _one_a_record(path, features, users, "users")
-    if users.dtype.kind not in "uiU":
-        raise InputError(f"{path}: users must be whole numbers or text, found {users.dtype}")
-    if users.dtype.kind == "U" and any(is_missing(str(name)) for name in np.unique(users)):
-        raise InputError(
-            f"{path}: some records have no user: whose they are decides what is protected"
-        )
-    return codes_by_appearance(users)
+def _decoded(values: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Bytes as text."""
+    if values.dtype.kind == "S":
+        return np.char.decode(values.astype(np.bytes_), "utf-8", "replace")
+    return values
 
 
 def _cannot_read(path: Path, error: OSError) -> InputError:

@@ -20,9 +20,10 @@ from dpis.data.preprocessing import (
     encode_table_targets,
 )
 from dpis.data.scaling import bucket_counts
-from dpis.data.schema import FROM_DATA, Schema, is_missing, listed
+from dpis.data.schema import FROM_DATA, Schema, listed
 from dpis.data.tables import Header, Table, read_header, read_table
 from dpis.data.targets import ClassTarget, NumberTarget, Origin, Target, Task, distinct_names
+from dpis.data.users import names_no_user
 from dpis.errors import InputError
 
 
@@ -192,7 +193,7 @@ def _column(table: Table, schema: Schema, name: str) -> NumericColumn | Categori
 def table_users(table: Table, column: str) -> NDArray[np.int64]:
     """Whose every row is, users numbered from 0 in order of first appearance."""
     users = table.texts[column]
-    nameless = [code for code, value in enumerate(users.values) if is_missing(value)]
+    nameless = [code for code, value in enumerate(users.values) if names_no_user(value)]
     if nameless:
         bad = np.flatnonzero(np.isin(users.codes, nameless))
         raise InputError(

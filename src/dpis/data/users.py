@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from numbers import Integral
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,43 +49,74 @@ def group_by_user(user_ids: Sequence[Any] | NDArray[Any]) -> UserIndex:
     >>> index.rows_of(0).tolist(), index.rows_of(1).tolist()
     ([0, 2, 3], [1])
     """
-    codes = _numbered(user_ids)
+    codes = number_users(user_ids)
     counts = np.bincount(codes)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return UserIndex(offsets, np.argsort(codes, kind="stable").astype(np.int64))
 
 
-def _numbered(user_ids: Sequence[Any] | NDArray[Any]) -> NDArray[np.int64]:
-    """Users numbered from 0 as they first appear, told apart by equality alone: no rounding, no sorting, no texts.
+def number_users(user_ids: Sequence[Any] | NDArray[Any], where: str = "") -> NDArray[np.int64]:
+    """Users numbered from 0 as they first appear, told apart by equality: nothing is rounded, decoded or sorted.
 
-    Rows without a user would be taken for one user's, and so might those of 1 and "1".
+    Two users taken for one, or one for two, would void the claim for them, so ids that leave this open are refused.
+
+    Args:
+        user_ids: one a row: whole numbers, text, bytes, UUIDs, decimals, dates, or tuples of these.
+        where: they come from, before an error message.
     """
-    if getattr(user_ids, "ndim", 1) != 1:
-        raise InputError(f"user ids must be one a row, found the shape {np.shape(user_ids)}")
-    listed = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
-    names = [name.item() if hasattr(name, "item") else name for name in listed]
+    names = _names(user_ids, where)
     for name in names:
-        if name is None or is_missing(_text(name)):
+        if _names_nobody(name):
             raise InputError(
-                f"some rows have no user, found {shown(name)}: whose they are decides what is protected. Remove them "
-                "or name the user; together they would count as one, and the claim would not hold for their owners"
+                f"{where}some rows have no user, found {shown(name)}: whose they are decides what is protected. Remove "
+                "them or name the user; together they would count as one, and the claim would not hold for their owners"
             )
-    if len({Integral if isinstance(name, Integral) else type(name) for name in names}) > 1:
+    if len({_kind(name, where) for name in names}) > 1:
         raise InputError(
-            "user ids must be of one type, found several: 1, 1.0 and '1' may be one user or three"
+            f"{where}user ids must be of one type, found several: 1 and '1' may be one user or two"
         )
     number: dict[Any, int] = {}
-    try:
-        return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
-    except TypeError:
-        raise InputError(
-            f"user ids must be numbers, text or other values that can be looked up, found {shown(names[0])}"
-        ) from None
+    return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
-def _text(name: object) -> str:
-    text = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
-    return "" if text == "NaT" else text  # a date that is none
+def names_no_user(text: str) -> bool:
+    """Whether an id in words says that there is none; ``None`` and ``NaT`` are what programs write then."""
+    return is_missing(text) or text.strip().lower() in ("none", "nat")
+
+
+def _names(user_ids: Sequence[Any] | NDArray[Any], where: str) -> list[Any]:
+    """The ids as Python values; a date that is none is None."""
+    if getattr(user_ids, "ndim", 1) != 1:
+        raise InputError(f"{where}user ids must be one a row, found the shape {np.shape(user_ids)}")
+    if isinstance(user_ids, np.ndarray) and user_ids.dtype.kind in "mM":
+        return [
+            None if np.isnat(moment) else value
+            for moment, value in zip(user_ids, user_ids.tolist(), strict=True)
+        ]
+    listed = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
+    return [name.item() if getattr(name, "shape", None) == () else name for name in listed]
+
+
+def _names_nobody(name: object) -> bool:
+    if isinstance(name, tuple):
+        return not name or any(map(_names_nobody, name))
+    return names_no_user(name.decode(errors="replace") if isinstance(name, bytes) else str(name))
+
+
+_KINDS = (Integral, str, bytes, UUID, Decimal, date)
+"""Values that are equal if and only if they name the same user; a float is not: it may have been rounded."""
+
+
+def _kind(name: object, where: str) -> object:
+    if isinstance(name, tuple):
+        return tuple(_kind(part, where) for part in name)
+    for kind in _KINDS:
+        if isinstance(name, kind):
+            return kind
+    raise InputError(
+        f"{where}user ids must be whole numbers or text (UUIDs, decimals, dates, tuples of these), found {shown(name)} "
+        f"({type(name).__name__}): it may stand for several users, or one user may have several such"
+    )
 
 
 def choose_rows(
