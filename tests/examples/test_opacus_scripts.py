@@ -32,8 +32,10 @@ class Case:
         arguments: of the script.
         accuracy: finds it in the output, as a part of ``whole``.
         least: what every engine must reach; chance is far below.
-        noise: by how much the engines may differ; chosen with a wide margin, not measured: one run of each was seen,
-            and the scripts take no seed.
+        noise: by how much the engines may differ. The scripts take no seed, so both bounds lie far outside of what was
+            seen in four runs of each of the three engines: mnist .54 to .64, cifar10 .85 to 1, char-lstm .88 to 1 (at
+            half the epochs and more noise .74 to 1: some runs were still on their first plateau), imdb .99 to 1. On
+            mnist they are six standard deviations away; the others lie too close to 1 for such a count.
         epsilon: finds it in the output.
     """
 
@@ -51,7 +53,7 @@ CASES = {
         "--device cpu --epochs 2 --batch-size 64 --sigma 0.5 --lr 0.5",
         r"Accuracy: \d+/\d+ \(([\d.]+)%",
         least=0.4,
-        noise=0.15,
+        noise=0.3,
         whole=100.0,
         environment={"DPIS_STUB_RECORDS": "3200"},
     ),
@@ -63,7 +65,10 @@ CASES = {
         environment={"DPIS_STUB_RECORDS": "1024"},
     ),
     "char-lstm": Case(
-        "--device cpu --epochs 6 --batch-size 72", r"Test Accuracy: ([\d.]+)", least=0.8, noise=0.2
+        "--device cpu --epochs 12 --batch-size 72 --sigma 0.6",
+        r"Test Accuracy: ([\d.]+)",
+        least=0.6,
+        noise=0.4,
     ),
     "imdb": Case(
         "--device cpu --epochs 3 --workers 1 --batch-size 50 --max-sequence-length 32",

@@ -10,10 +10,14 @@ import torch
 
 from dpis.accounting import verify_ledger
 from dpis.cli.app import main
+from dpis.data.preprocessing import ArrayPreprocessing
+from dpis.data.targets import ClassTarget
+from dpis.errors import InputError
 from dpis.features import channels
 from dpis.features.colours import Colours
-from dpis.jobs import training
+from dpis.jobs import JobOptions, training
 from dpis.jobs.pipeline import Pipeline
+from dpis.models import Inputs
 from dpis.training.model_file import load_card
 from dpis.training.trainer import Trainer
 
@@ -92,7 +96,8 @@ def load_card_of_run():
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),
         (["--colours", "cmyk"], "must be rgb or opponent"),
-        (["--colours", "opponent"], "images [3, height, width]"),
+        (["--colours", "opponent"], "[3, height, width], found [16, 16]"),
+        (["--colours", "rgb", "--model", "cnn"], "has no effect on cnn"),
     ],
 )
 def test_what_does_not_go_together_is_refused(pictures, capsys, options, complaint, tmp_path):
@@ -140,37 +145,63 @@ def test_scattered_views_train_and_predict(pictures, normalise):
     assert main(["predict", "run", pictures]) == 0
 
 
-@pytest.mark.parametrize("normalise", ["group", "channel"])
-def test_opponent_colours_come_with_the_released_model(photographs, normalise, capsys):
-    """Trained, predicted with and written out in plain PyTorch, the same planes are scattered."""
-    options = ["--model", "scatter-linear", "--normalise", normalise, "--colours", "opponent"]
-    assert train(photographs, *options) == 0
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--normalise", "channel"], ["--augment", "flip", "--augmentations", "2"]],
+    ids=["group", "channel", "views"],
+)
+def test_the_colours_a_model_is_trained_on_come_with_it(photographs, monkeypatch, more):
+    """What was trained on, what predicts and the model's own file in plain PyTorch scatter the same planes."""
+    trained = {}
+
+    def watched(job, inputs, encoded, changes):
+        trained["images"], trained["inputs"] = encoded.features, inputs
+        return records(job, inputs, encoded, changes)
+
+    records = training._Job._records
+    monkeypatch.setattr(training._Job, "_records", watched)
+    assert train(photographs, "--model", "scatter-linear", "--colours", "opponent", *more) == 0
     assert summary()["recipe"]["colours"] == "opponent"
     pipeline = Pipeline.from_json(load_card_of_run().preprocessing)
     assert pipeline.colours is Colours.OPPONENT
-    images = np.load(photographs)["x"][:9]
+    images = trained["images"][:9]
+    inputs = trained["inputs"][:9]
+    if "--augment" in more:
+        torch.testing.assert_close(inputs[:, 1], pipeline.inputs(images.flip(-1)))
+        inputs = inputs[:, 0]
+    torch.testing.assert_close(inputs, pipeline.inputs(images))
+    assert not torch.allclose(inputs, replace(pipeline, colours=Colours.RGB).inputs(images))
     plain = {}
     exec(Path("run/model.py").read_text(), plain)
-    inputs = pipeline.inputs(torch.as_tensor(images).float() / 255)
-    torch.testing.assert_close(plain["preprocess"](images), inputs)
-    rgb = replace(pipeline, colours=Colours.RGB).inputs(torch.as_tensor(images).float() / 255)
-    assert not torch.allclose(inputs, rgb)
-    assert main(["predict", "run", photographs]) == 0
+    torch.testing.assert_close(plain["preprocess"]((255 * images).round().byte()), inputs)
 
 
-def test_a_model_file_that_does_not_speak_of_colours_has_red_green_and_blue(pictures):
-    assert train(pictures, "--model", "scatter-linear") == 0
-    saved = load_card_of_run().preprocessing
-    assert Pipeline.from_json(saved | {"colours": "rgb"}).colours is Colours.RGB
-    del saved["colours"]
+def test_a_pipeline_is_read_as_it_was_written():
+    target = ClassTarget("y", ("a", "b"))
+    arrays = ArrayPreprocessing((3, 16, 16), divide_by_255=True, target=target)
+    pipeline = Pipeline(arrays, Inputs.SCATTERED, colours=Colours.OPPONENT)
+    saved = pipeline.to_json()
+    assert Pipeline.from_json(saved) == pipeline
+    with pytest.raises(InputError, match="sharpened"):
+        Pipeline.from_json(saved | {"sharpened": True})
+    del saved["colours"]  # as files were before there was a choice
     assert Pipeline.from_json(saved).colours is Colours.RGB
+
+
+def test_an_option_that_is_not_known_is_refused():
+    with pytest.raises(InputError, match="no option colour "):
+        JobOptions.from_json({"dataset": "cifar10", "colour": "opponent"})
 
 
 def test_images_with_their_channels_last_are_refused(tmp_path, capsys):
     images = np.zeros((60, 12, 12, 3), dtype=np.uint8)
     np.savez(tmp_path / "last.npz", x=images, y=np.arange(60) % 2)
-    assert train("last.npz", "--model", "cnn", "--augment", "shift") == 2
-    assert "move the last axis to the front" in capsys.readouterr().err
+    for options in (
+        ["--model", "cnn", "--augment", "shift"],
+        ["--model", "scatter-linear", "--colours", "opponent"],
+    ):
+        assert train("last.npz", *options) == 2
+        assert "move the last axis to the front" in capsys.readouterr().err
 
 
 def test_channel_bounds_are_for_bytes(tmp_path, capsys):

@@ -58,15 +58,15 @@ def test_the_commit_is_that_of_the_package_alone(tmp_path, monkeypatch):
     installed = package / "reproduce" / "runner.py"
     installed.write_text("")
     monkeypatch.setattr(runner, "__file__", str(installed))
-    assert runner._commit() == "unknown"
+    assert runner.commit_of_code() == "unknown"
     git("add", ".")
     git("commit", "-m", "its own")
-    commit = runner._commit()
+    commit = runner.commit_of_code()
     assert len(commit) == 12
     (tmp_path / "results.jsonl").write_text("a row that was written meanwhile")
-    assert runner._commit() == commit
+    assert runner.commit_of_code() == commit
     (package / "new.py").write_text("")
-    assert runner._commit() == f"{commit}-dirty"
+    assert runner.commit_of_code() == f"{commit}-dirty"
 
 
 def test_rows_are_read(tmp_path):

@@ -123,10 +123,10 @@ def test_two_runners_do_not_write_one_row_twice(results, tmp_path):
 def test_an_error_nobody_foresaw_costs_its_own_cell_alone(results, tmp_path, monkeypatch):
     real = runner.run_cell
 
-    def sometimes(cell, runs):
+    def sometimes(cell, *more):
         if cell.seed == 3:
             raise OSError("the disk is gone")
-        return real(cell, runs)
+        return real(cell, *more)
 
     monkeypatch.setattr(runner, "run_cell", sometimes)
     outcome, _ = run([cell(), cell(seed=4)], results, tmp_path)
@@ -226,14 +226,22 @@ def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path
     assert not load_rows(results.folder)
 
 
-def test_a_run_is_taken_up_by_the_code_that_began_it_alone(tmp_path, monkeypatch):
+def test_a_run_is_taken_up_by_the_code_that_began_it_alone(tmp_path):
     folders = set()
     for commit in ("one", "another"):
-        monkeypatch.setattr(runner, "_commit", lambda commit=commit: commit)
-        row, _ = runner.run_cell(cell(), tmp_path)
+        row, _ = runner.run_cell(cell(), tmp_path, commit)
         assert row["commit"] == commit
         folders |= {path for path in tmp_path.iterdir() if path.is_dir()}
     assert len(folders) == 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_rows_name_the_commit_that_the_runner_began_with(results, tmp_path, monkeypatch):
+    """Code that is committed while cells run is not what they run."""
+    commits = iter(["first", "second"])
+    monkeypatch.setattr(runner, "commit_of_code", lambda: next(commits))
+    run([cell(), cell(seed=4)], results, tmp_path)
+    assert [row["commit"] for row in load_rows(results.folder)] == ["first", "first"]
 
 
 def _until(happened, seconds=60.0):
@@ -255,7 +263,7 @@ def test_two_processes_make_the_same_rows_as_one(results, tmp_path):
     cells = [cell(), cell(seed=4)]
     outcome, _ = run(cells, results, tmp_path)
     assert outcome.run == 2
-    here, _ = runner.run_cell(cells[0], tmp_path / "here")
+    here, _ = runner.run_cell(cells[0], tmp_path / "here", "here")
     there = next(row for row in load_rows(results.folder) if row["seed"] == 3)
     assert there["ledger_sha256"] == here["ledger_sha256"]
     assert there["test_accuracy"] == pytest.approx(here["test_accuracy"], abs=0.01)

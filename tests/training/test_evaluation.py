@@ -136,16 +136,59 @@ def test_a_column_of_values_is_one_a_row():
     assert absolute == {"metric": 1.0}
 
 
-def test_a_stream_that_ends_is_refused():
-    class Once(IterableDataset):
-        def __iter__(self):
-            return self
+def fitted(out, held_out, model=None):
+    return dpis.train(
+        nn.Linear(2, 2) if model is None else model,
+        TensorDataset(torch.randn(40, 2), torch.zeros(40).long()),
+        nn.CrossEntropyLoss(),
+        n_public=40,
+        batch_size=10,
+        epochs=1,
+        held_out=held_out,
+        out=out,
+    )
 
-        def __next__(self):
-            raise StopIteration
 
+class OneItself(IterableDataset):
+    """Its own iterator."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.items)
+
+
+class OneOfAGenerator(OneItself):
+    """Whose iterator is another object every time, and still comes to its end."""
+
+    def __iter__(self):
+        return (item for item in self.items)
+
+
+class Repeatable(IterableDataset):
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("stream", [OneItself, OneOfAGenerator])
+def test_a_stream_that_ends_is_refused_before_anything_is_spent(tmp_path, stream):
+    """It would be read to its end by the trial, and nothing would be measured ever after."""
+    held_out = [(OUTPUTS[0], torch.tensor(1)), (OUTPUTS[1], torch.tensor(0))]
     with pytest.raises(InputError, match="read once only"):
-        HeldOut(Once(), {})
+        fitted(tmp_path / "run", stream(held_out))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_that_can_be_read_again_is_measured(tmp_path):
+    held_out = [(OUTPUTS[0], torch.tensor(1)), (OUTPUTS[1], torch.tensor(0))]
+    assert set(fitted(tmp_path / "run", Repeatable(held_out)).metrics) == {"accuracy"}
 
 
 def test_trying_the_metrics_leaves_the_model_alone(tmp_path):
@@ -161,14 +204,6 @@ def test_trying_the_metrics_leaves_the_model_alone(tmp_path):
                 self.mean.copy_(inputs.detach().mean(0))
             return super().forward(inputs - self.mean)
 
+    held_out = TensorDataset(torch.randn(8, 2), torch.zeros(8).long())
     with pytest.raises(CouplingError, match="mean"):
-        dpis.train(
-            FromFirstBatch(),
-            TensorDataset(torch.randn(40, 2), torch.zeros(40).long()),
-            nn.CrossEntropyLoss(),
-            n_public=40,
-            batch_size=10,
-            epochs=1,
-            held_out=TensorDataset(torch.randn(8, 2), torch.zeros(8).long()),
-            out=tmp_path / "run",
-        )
+        fitted(tmp_path / "run", held_out, FromFirstBatch())

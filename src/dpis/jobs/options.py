@@ -119,9 +119,11 @@ class JobOptions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobOptions:
-        """The inverse of `as_json`."""
-        known = {field.name for field in fields(cls)}
-        given: dict[str, Any] = {name: value for name, value in values.items() if name in known}
+        """The inverse of `as_json`. An option that is not known is refused: it would have no effect."""
+        given: dict[str, Any] = dict(values)
+        unknown = sorted(set(given) - {field.name for field in fields(cls)})
+        if unknown:
+            raise InputError(f"`dpis train` has no option {', '.join(unknown)} in this version")
         for name in ("bounds", "categories", "drop"):
             given[name] = tuple(given.get(name, ()))
         return cls(**given)

@@ -19,6 +19,7 @@ from dpis.data.preprocessing import (
     TextPreprocessing,
     preprocessing_from_json,
 )
+from dpis.data.schema import listed
 from dpis.data.targets import ClassTarget
 from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
@@ -94,7 +95,13 @@ class Pipeline:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Pipeline:
-        """The inverse of `to_json`."""
+        """The inverse of `to_json`. A step that is not known is refused: without it, predictions would be others."""
+        unknown = set(data) - {"records", "inputs", "channel_scale", "colours"}
+        if unknown:
+            raise InputError(
+                f"the model's inputs are made by steps that this version does not know ({listed(sorted(unknown))}): "
+                "use the version of dpis that trained it"
+            )
         scale = data["channel_scale"]
         return cls(
             preprocessing_from_json(data["records"]),

@@ -48,11 +48,6 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
     if options.normalise is not None and not scattered:
         raise InputError(f"--normalise is for scatter features: it has no effect on {kind.name}")
-    if options.colours is not None and not (scattered and _in_colour(source.image_shape)):
-        raise InputError(
-            f"--colours is for scatter features of images [3, height, width]: it has no effect on {kind.name} "
-            "and grey images"
-        )
     if options.normalise == "channel" and source.user_level:
         raise InputError("--normalise channel is accounted per row: it does not protect users")
     if options.normalise == "channel" and not source.pixels_of_bytes:
@@ -65,12 +60,14 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         raise InputError(
             f"images must be [channels, height, width], found {list(shape)}: move the last axis to the front"
         )
+    if options.colours is not None and not scattered:
+        raise InputError(f"--colours is for scatter features: it has no effect on {kind.name}")
+    if options.colours is not None and (shape is None or len(shape) != 3 or shape[0] != 3):
+        raise InputError(
+            f"--colours needs images of red, green and blue, [3, height, width], found {list(shape or ())}"
+        )
     if options.augment is not None and source.image_shape is None:
         raise InputError("--augment changes pixels: it has no effect on records without them")
-
-
-def _in_colour(shape: tuple[int, ...] | None) -> bool:
-    return shape is not None and len(shape) == 3 and shape[0] == 3
 
 
 def _default_model(source: Source) -> str:

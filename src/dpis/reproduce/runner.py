@@ -60,6 +60,9 @@ def run_missing(
     missing = [cell for cell in cells if results.find(cell) is None]
     waiting = list({cell.key: cell for cell in missing}.values())
     deadline = time.monotonic() + 60 * budget_minutes
+    commit = (
+        commit_of_code()
+    )  # once: the workers keep the code they begin with, whatever is committed meanwhile
     done, failed = 0, []
     if waiting:
         say(f"{len(cells) - len(missing)} of {len(cells)} cells are there, {len(waiting)} to run")
@@ -71,7 +74,7 @@ def run_missing(
             while waiting and len(running) < processes and time.monotonic() < deadline:
                 cell = waiting.pop(0)
                 say(f"running  {_name(cell)}")
-                running[pool.submit(_work, cell, runs)] = cell
+                running[pool.submit(_work, cell, runs, commit)] = cell
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 cell = running.pop(future)
                 try:
@@ -113,18 +116,17 @@ def _end_with_parent() -> None:
 _at_work = threading.Lock()
 
 
-def _work(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
+def _work(cell: Cell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
     with _at_work:
-        return run_cell(cell, runs)
+        return run_cell(cell, runs, commit)
 
 
-def run_cell(cell: Cell, runs: Path) -> tuple[Row, bytes | None]:
+def run_cell(cell: Cell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
     """Train it, verify its ledger, and make out its row."""
     from dpis.jobs import JobOptions, resume_job, start_job
     from dpis.training.files import FolderLock, RunFolder
     from dpis.training.progress import Silent
 
-    commit = _commit()
     folder = runs / f"{cell.folder_name}-{_short_hash(cell.key, commit)}"
     runs.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f"{folder.name}.lock")
@@ -179,8 +181,8 @@ def _verified_ledger(folder: Path) -> bytes:
     return path.read_bytes()
 
 
-def _commit() -> str:
-    """Of the code that runs, with a mark if the package was changed since; rows written beside it are no change."""
+def commit_of_code() -> str:
+    """The commit of this package, with a mark if it was changed since; rows written beside it are no change."""
     here = Path(__file__)
     package = here.parents[1]
     try:

@@ -138,18 +138,10 @@ def _rows_of_other_models(pixels: Options, linear: Options, a_e: float) -> tuple
 
 
 def _and_ours(
-    rows: tuple[Recipe, ...], name: str, below_2: Options, **changes: Any
+    rows: tuple[Recipe, ...], name: str, by_epsilon: Mapping[float, Options], **changes: Any
 ) -> tuple[Recipe, ...]:
-    """The rows, and one more: averaged weights at a large batch (`ema`), and what we change in it.
-
-    Args:
-        rows: of the data set.
-        name: of the new row.
-        below_2: what differs below epsilon 2, where noise is larger.
-        changes: of the options.
-    """
+    """The rows, and one more: averaged weights at a large batch (`ema`), and what we change in it."""
     base = next(recipe for recipe in rows if recipe.name == "ema")
-    by_epsilon = {e: {**o, **(below_2 if e < 2 else {})} for e, o in base.by_epsilon.items()}
     options = {**base.options, **changes}
     return (*rows, replace(base, name=name, options=options, by_epsilon=by_epsilon))
 
@@ -210,7 +202,7 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
             a_e=0.8,
         ),
         "views",
-        below_2={"lr": 2.0},
+        _epochs(8, 12, 14, 16, 18, below_2={"lr": 2.0}),
         lr=4.0,
         ema=0.98,
         augment="shift",
@@ -226,7 +218,8 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
             a_e=0.8,
         ),
         "opponent",
-        below_2={"lr": 3.0},
+        _epochs(10, 16, 22, 26, 32, below_2={"lr": 3.0}),
+        ema=0.98,
         colours="opponent",
     ),
     "imdb": _imdb(),

@@ -134,7 +134,7 @@ def train(
         augmentations: so many augmented copies of a record in every step, their gradients averaged.
         batch_shaped: allow shapes that follow the batch; the ledger says so. The model must mask what is padded.
         physical_batch: how many records run at once; None: as many as fit the caches.
-        held_out: measured after every epoch; not protected.
+        held_out: measured once before training, to try the metrics, and after every epoch; not protected.
         metrics: ``metric(output, target)``, one value a row, by name; default: by the loss.
         early_stop: stop on a held-out metric; the claim stays the plan's.
         seed: repeatable randomness for tests and research; marks the run as not for release.

@@ -80,12 +80,12 @@ class HeldOut:
     metrics: Mapping[str, Metric]
     collate_fn: Callable[[list[Any]], Any] | None = None
 
-    def __post_init__(self) -> None:
-        stream: object = iter(self.dataset) if isinstance(self.dataset, IterableDataset) else None
-        if stream is self.dataset:
+    def require_more(self) -> None:
+        """After it was read: that it can be read again."""
+        if isinstance(self.dataset, IterableDataset) and next(iter(self.dataset), None) is None:
             raise InputError(
-                "held-out data is measured after every epoch: a stream that can be read once only will not do. Read "
-                "it into a list first"
+                "held-out data is measured before training and after every epoch, and this stream came to its end: one "
+                "that can be read once only will not do, nor an empty one. Read it into a list first"
             )
 
 

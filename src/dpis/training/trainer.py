@@ -247,6 +247,7 @@ class Trainer:
             chance = self.run.key.stream("held-out", 0)
             with seeded_generators(chance), unwritten(self.task.model):
                 evaluate(self.task.model, self.task.held_out, self._device)
+            self.task.held_out.require_more()
 
     def _measure(self) -> None:
         """Held-out metrics after an epoch, and whether to stop on them."""
