@@ -105,7 +105,7 @@ class AdaptivePlan:
 
     @property
     def smallest_kappa(self) -> float:
-        """Below it the sampling rate would pass 1; `NormSumBounds` keeps kappa further away."""
+        """Below it the sampling rate would pass 1; `NormSumBounds` keeps kappa above it (at ``pi_cap`` 1 just so)."""
         return self.workload.batch_size / self.workload.n_public
 
 

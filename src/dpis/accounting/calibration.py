@@ -77,10 +77,9 @@ def smallest_parameter(
             break
         halved = high - low <= width / 2
         width, evaluations_since = (high - low, 0) if halved else (width, evaluations_since + 1)
-        if evaluations_since < _PATIENCE:
-            before, log_x = now, _propose(now, slope, low, high, tolerance)
-        else:
-            before, log_x = now, (low + high) / 2
+        patient = evaluations_since < _PATIENCE
+        log_x = _propose(now, slope, low, high, tolerance) if patient else (low + high) / 2
+        before = now
     if math.isfinite(high):
         return math.exp(high)
     raise InputError(

@@ -31,7 +31,8 @@ from dpis.jobs import plain_table
 from dpis.models import Inputs
 
 GROUPS = 27
-"""Of normalised scatter features: every group is three of the 81 channels of a grey image."""
+"""Of normalised scatter features: every group is three of the 81 channels of a grey image, nine of the 243 of a colour
+image."""
 
 Progress = Callable[[int, int], None]
 Content = Tensor | tuple[str, ...]

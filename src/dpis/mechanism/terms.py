@@ -92,10 +92,9 @@ def adaptive_terms(
         clip_norm=clip_norm,
         pi_cap=plan.config.pi_cap,
     )
-    kappa = bounds.clip(noisy_norm_sum) / bounds.highest
-    kappa = max(
-        accounting.smallest_kappa, min(1.0, kappa)
-    )  # a last bit may be lost in the division
+    # The division may lose a last bit, at either end.
+    share = bounds.clip(noisy_norm_sum) / bounds.highest
+    kappa = min(max(share, accounting.smallest_kappa), 1.0)
     costs = [times * renyi_divergence(event, accounting.order) for event, times in spent.items()]
     sigma_G = next_grad_noise(accounting, epoch=epoch, kappa=kappa, spent=math.fsum(costs))
     step = adaptive_step(workload, sigma_G, kappa)
