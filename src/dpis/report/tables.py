@@ -33,14 +33,15 @@ class Cell:
     ours: Measured | None
     published: float | None
     absent: str = "not run"
-    source: str = "paper"
+    source: str = PAPER
     """Whose the published figure is, in a word."""
 
     @property
     def published_text(self) -> str:
         """Whose it is and what it is, to the digits that were published."""
-        figure = "" if self.published is None else f"{self.published:.2f}"
-        return f"{self.source} {figure.removesuffix('0')}" if figure else ""
+        if self.published is None:
+            return ""
+        return f"{self.source} {self.published:.{1 if self.source == PAPER else 2}f}"
 
     @property
     def difference(self) -> float | None:
@@ -205,7 +206,7 @@ def _line(
     epsilons: Sequence[float],
     grid: Grid | None,
     absent: str,
-    source: str = "paper",
+    source: str = PAPER,
 ) -> Line:
     mine = [row for row in rows if (row["method"], row["recipe"]) == (method, recipe)]
     cells = tuple(
@@ -302,7 +303,7 @@ def _ours(rows: Sequence[Row]) -> Section:
         "ours",
         "Beyond the paper: one recipe for each data set",
         "Predeclared DPIS, accounted by PLD; recipe and settings were chosen on validation records. Beside it the "
-        f"figures of DPSUR ({published.DPSUR_REMARK}), the highest that were published for models of this size.",
+        f"figures of DPSUR, which are higher than the paper's ({published.DPSUR_REMARK}).",
         (Block("pld", (table,)),),
         against="DPSUR's",
     )
