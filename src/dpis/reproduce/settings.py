@@ -73,6 +73,7 @@ def _images(
     importance: Options,
     a_e: float,
     scattered_below_2: Options | None = None,
+    linear_from_4: Options | None = None,
 ) -> tuple[Recipe, ...]:
     """The rows of an image data set.
 
@@ -83,12 +84,15 @@ def _images(
         importance: what our DPIS on the scatter network has instead: a larger equivalent batch.
         a_e: of Table 2.
         scattered_below_2: what the scatter network has instead below epsilon 2.
+        linear_from_4: what the linear model has instead from epsilon 4 on.
     """
     pixels, scattered = {**FIXED, **pixels}, {**FIXED, **scattered, "model": "scatter-cnn"}
     return (
         *_paper_rows(pixels, scattered, a_e, scattered_below_2),
         *_rows_at_a_large_batch({**scattered, **importance}, scattered_below_2),
-        *_rows_of_other_models(pixels, {**linear, **AVERAGED, "model": "scatter-linear"}, a_e),
+        *_rows_of_other_models(
+            pixels, {**linear, **AVERAGED, "model": "scatter-linear"}, linear_from_4, a_e
+        ),
     )
 
 
@@ -123,14 +127,16 @@ def _rows_at_a_large_batch(options: Options, below_2: Options | None) -> tuple[R
     )
 
 
-def _rows_of_other_models(pixels: Options, linear: Options, a_e: float) -> tuple[Recipe, ...]:
+def _rows_of_other_models(
+    pixels: Options, linear: Options, linear_from_4: Options | None, a_e: float
+) -> tuple[Recipe, ...]:
     """Linear models on scatter features, networks on pixels."""
     epochs = _epochs(8, 12, 16, 20, 24)
     network = {**pixels, "model": "cnn"}
     adaptive = {**network, "a_e": a_e, "k": 5.0}
     augmented = {**network, **AVERAGED, "k": 2.0, "augment": "shift", "augmentations": 4}
     return (
-        Recipe("linear", "dpis", linear, {}, ("pld",)),
+        Recipe("linear", "dpis", linear, {4.0: linear_from_4 or {}}, ("pld",)),
         Recipe("channel-scale", "dpis", {**linear, "normalise": "channel"}, {}, ("pld",)),
         Recipe("raw-pixels", "dpis-adaptive", adaptive, epochs, ("rdp",)),
         Recipe("augment", "dpis", augmented, epochs, ("pld",)),
@@ -190,6 +196,7 @@ TABLE_3: Mapping[str, tuple[Recipe, ...]] = {
         pixels={"batch_size": 2048, "lr": 8.0},
         scattered={"batch_size": 2048, "lr": 4.0},
         linear={"batch_size": 8192, "epochs": 60},
+        linear_from_4={"epochs": 100, "ema": 0.98},
         importance={"equivalent_batch": 8192.0},
         a_e=1.0,
     ),
