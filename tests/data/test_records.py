@@ -204,6 +204,11 @@ def test_rows_without_a_user(tmp_path: Path, nobody: str) -> None:
     assert "2 of 4 rows have no user in 'who', the first on line 3" in error(path, schema=flags())
 
 
+def test_users_that_a_spreadsheet_cut_short(tmp_path: Path) -> None:
+    path = csv(tmp_path, PEOPLE.replace("bob", "1.23457E+12").replace("cy", "1.23457E+12"))
+    assert "such as '1.23457E+12' were cut short" in error(path, schema=flags())
+
+
 def test_sets_that_are_hardly_categories(tmp_path: Path) -> None:
     rows = "".join(f"id{i},{i % 2}\n" for i in range(MOST_FROM_DATA + 1))
     path = csv(tmp_path, "key,y\n" + rows)

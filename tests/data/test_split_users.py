@@ -149,6 +149,21 @@ class ComparedByIdentity:
         (np.array(["2020-01-01", "NaT"], dtype="M8[ns]"), "have no user, found None"),
         ([("a", 1), (None, 1)], "have no user"),
         ([("a", 1), ()], "have no user"),
+        ([Decimal("7"), Decimal("-NaN")], "have no user"),
+        ([Decimal("7"), Decimal("sNaN")], "have no user"),
+        ([Decimal("7"), Decimal("inf")], "have no user"),
+        (
+            np.ma.MaskedArray(
+                np.array(["2020-01-01", "2020-01-02"], dtype="M8[D]"), mask=[False, True]
+            ),
+            "have no user",
+        ),
+        ({0: "a", 1: "a", 2: "b"}, "in the order of the rows, found dict"),
+        ({"a", "b"}, "found set"),
+        ("aab", "found str"),
+        (iter([1, 1, 2]), "found list_iterator"),
+        ([True, True, False], "whole numbers or text"),
+        (["1.23457E+12", "1.23457E+12"], "whole numbers or text"),
         (np.array([1, 1.0], dtype=object), "whole numbers or text"),
         ((1.5, 1.5, 2.0), "whole numbers or text"),
         (np.array([16777216, 16777217], dtype=np.float32), "whole numbers or text"),

@@ -68,13 +68,13 @@ CASES = {
         "--device cpu --epochs 12 --batch-size 72 --sigma 0.6",
         r"Test Accuracy: ([\d.]+)",
         least=0.6,
-        noise=0.4,
+        noise=0.3,
     ),
     "imdb": Case(
         "--device cpu --epochs 3 --workers 1 --batch-size 50 --max-sequence-length 32",
         r"Accuracy: ([\d.]+)%",
         least=0.9,
-        noise=0.1,
+        noise=0.05,
         whole=100.0,
     ),
 }

@@ -184,6 +184,9 @@ def test_a_pipeline_is_read_as_it_was_written():
     assert Pipeline.from_json(saved) == pipeline
     with pytest.raises(InputError, match="sharpened"):
         Pipeline.from_json(saved | {"sharpened": True})
+    for changed in ({"colours": "lab"}, {"inputs": "pyramid"}):
+        with pytest.raises(InputError, match="use the version of dpis"):
+            Pipeline.from_json(saved | changed)
     del saved["colours"]  # as files were before there was a choice
     assert Pipeline.from_json(saved).colours is Colours.RGB
 

@@ -1,5 +1,6 @@
 """A metric measures the model, or says that there is nothing to measure."""
 
+import itertools
 import math
 
 import pytest
@@ -32,7 +33,7 @@ def test_inputs_that_are_no_numbers_are_refused():
 def test_a_model_that_gives_no_numbers_has_no_accuracy():
     model = nn.Linear(2, 2)
     nn.init.constant_(model.weight, torch.nan)
-    assert math.isnan(evaluate(model, held_out(torch.ones(3, 2)), CPU)["accuracy"])
+    assert math.isnan(evaluate(model, held_out(torch.ones(3, 2)), CPU).metrics["accuracy"])
 
 
 def test_classes_that_are_ruled_out_by_minus_infinity_are_fine():
@@ -40,7 +41,7 @@ def test_classes_that_are_ruled_out_by_minus_infinity_are_fine():
         def forward(self, inputs):
             return torch.tensor([[0.0, -torch.inf]]).expand(len(inputs), 2)
 
-    assert evaluate(Certain(), held_out(torch.ones(3, 2)), CPU) == {"accuracy": 1.0}
+    assert evaluate(Certain(), held_out(torch.ones(3, 2)), CPU).metrics == {"accuracy": 1.0}
 
 
 class Scores(nn.Module):
@@ -51,7 +52,8 @@ class Scores(nn.Module):
 
 
 def measured(metric, outputs, targets):
-    return evaluate(Scores(), HeldOut(TensorDataset(outputs, targets), {"metric": metric}), CPU)
+    data = HeldOut(TensorDataset(outputs, targets), {"metric": metric})
+    return evaluate(Scores(), data, CPU).metrics
 
 
 OUTPUTS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -183,6 +185,29 @@ def test_a_stream_that_ends_is_refused_before_anything_is_spent(tmp_path, stream
     held_out = [(OUTPUTS[0], torch.tensor(1)), (OUTPUTS[1], torch.tensor(0))]
     with pytest.raises(InputError, match="read once only"):
         fitted(tmp_path / "run", stream(held_out))
+    assert not (tmp_path / "run").exists()
+
+
+class OneThatGoesOn(OneItself):
+    """Every reading takes up where the one before ended: some items at a time, then none."""
+
+    def __iter__(self):
+        return itertools.islice(self.items, 2)
+
+
+def test_a_stream_that_goes_on_between_readings_is_refused(tmp_path):
+    """Its figures would be of other records after every epoch."""
+    items = [(OUTPUTS[0], torch.tensor(1))] * 4
+    with pytest.raises(InputError, match="had 2 rows before training and 1 now"):
+        fitted(tmp_path / "run", OneThatGoesOn(items))
+
+
+@pytest.mark.parametrize(
+    "nothing", [Repeatable([]), TensorDataset(torch.ones(0, 2), torch.ones(0).long())]
+)
+def test_nothing_to_measure_on_is_refused(tmp_path, nothing):
+    with pytest.raises(InputError, match=r"has no rows|came to its end"):
+        fitted(tmp_path / "run", nothing)
     assert not (tmp_path / "run").exists()
 
 

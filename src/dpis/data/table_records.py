@@ -20,10 +20,10 @@ from dpis.data.preprocessing import (
     encode_table_targets,
 )
 from dpis.data.scaling import bucket_counts
-from dpis.data.schema import FROM_DATA, Schema, listed
+from dpis.data.schema import FROM_DATA, Schema, listed, shown
 from dpis.data.tables import Header, Table, read_header, read_table
 from dpis.data.targets import ClassTarget, NumberTarget, Origin, Target, Task, distinct_names
-from dpis.data.users import names_no_user
+from dpis.data.users import may_be_rounded, names_no_user
 from dpis.errors import InputError
 
 
@@ -199,6 +199,11 @@ def table_users(table: Table, column: str) -> NDArray[np.int64]:
         raise InputError(
             f"{table.source}: {len(bad):,} of {len(table):,} rows have no user in {column!r}, the first on line "
             f"{table.lines[bad[0]]}: whose they are decides what is protected; remove them or name the user"
+        )
+    if rounded := [value for value in users.values if may_be_rounded(value)]:
+        raise InputError(
+            f"{table.source}: users in {column!r} such as {shown(rounded[0])} were cut short by a program: several "
+            "people may have the same. Write the ids as text, in full"
         )
     return users.codes
 

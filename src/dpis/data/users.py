@@ -7,7 +7,8 @@ rows they have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -79,20 +80,40 @@ def number_users(user_ids: Sequence[Any] | NDArray[Any], where: str = "") -> NDA
     return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
+_NOBODY = ("none", "nat", "-nan")
+"""What programs write for no value, beside the words that mean it in any column."""
+
+_ROUNDED = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+\d+")
+"""``1.23457E+12``: what spreadsheets make of long numbers, of several the same."""
+
+
 def names_no_user(text: str) -> bool:
-    """Whether an id in words says that there is none; ``None`` and ``NaT`` are what programs write then."""
-    return is_missing(text) or text.strip().lower() in ("none", "nat")
+    """Whether an id in words says that there is none."""
+    return is_missing(text) or text.strip().lower() in _NOBODY
+
+
+def may_be_rounded(text: str) -> bool:
+    """Whether an id in words is a number that was cut short.
+
+    >>> may_be_rounded("1.23457E+12"), may_be_rounded("1e10"), may_be_rounded("007")
+    (True, False, False)
+    """
+    return _ROUNDED.fullmatch(text.strip()) is not None
 
 
 def _names(user_ids: Sequence[Any] | NDArray[Any], where: str) -> list[Any]:
-    """The ids as Python values; a date that is none is None."""
+    """The ids as Python values; what is masked or no date is None."""
+    if isinstance(user_ids, Mapping | Set | str | bytes) or not hasattr(user_ids, "__len__"):
+        raise InputError(
+            f"{where}user ids must be a sequence with one a row, in the order of the rows, found "
+            f"{type(user_ids).__name__}"
+        )
     if getattr(user_ids, "ndim", 1) != 1:
         raise InputError(f"{where}user ids must be one a row, found the shape {np.shape(user_ids)}")
     if isinstance(user_ids, np.ndarray) and user_ids.dtype.kind in "mM":
-        return [
-            None if np.isnat(moment) else value
-            for moment, value in zip(user_ids, user_ids.tolist(), strict=True)
-        ]
+        absent = np.ma.getmaskarray(user_ids) | np.isnat(np.ma.getdata(user_ids))
+        values = np.ma.getdata(user_ids).tolist()
+        return [None if none else value for none, value in zip(absent, values, strict=True)]
     listed = user_ids.tolist() if hasattr(user_ids, "tolist") else user_ids
     return [name.item() if getattr(name, "shape", None) == () else name for name in listed]
 
@@ -100,19 +121,23 @@ def _names(user_ids: Sequence[Any] | NDArray[Any], where: str) -> list[Any]:
 def _names_nobody(name: object) -> bool:
     if isinstance(name, tuple):
         return not name or any(map(_names_nobody, name))
+    if isinstance(name, Decimal):
+        return not name.is_finite()
     return names_no_user(name.decode(errors="replace") if isinstance(name, bytes) else str(name))
 
 
 _KINDS = (Integral, str, bytes, UUID, Decimal, date)
-"""Values that are equal if and only if they name the same user; a float is not: it may have been rounded."""
+"""Values that are equal if and only if they name the same user. A float is not: it may have been rounded; nor a
+truth value: it tells two groups apart."""
 
 
 def _kind(name: object, where: str) -> object:
     if isinstance(name, tuple):
         return tuple(_kind(part, where) for part in name)
-    for kind in _KINDS:
-        if isinstance(name, kind):
-            return kind
+    if not isinstance(name, bool) and not (isinstance(name, str) and may_be_rounded(name)):
+        for kind in _KINDS:
+            if isinstance(name, kind):
+                return kind
     raise InputError(
         f"{where}user ids must be whole numbers or text (UUIDs, decimals, dates, tuples of these), found {shown(name)} "
         f"({type(name).__name__}): it may stand for several users, or one user may have several such"

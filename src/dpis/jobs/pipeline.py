@@ -104,11 +104,15 @@ class Pipeline:
                 "use the version of dpis that trained it"
             )
         scale = data["channel_scale"]
+        try:
+            kind, colours = Inputs(data["inputs"]), Colours(data.get("colours", Colours.RGB))
+        except ValueError as error:
+            raise InputError(f"{error}: use the version of dpis that trained the model") from None
         return cls(
             preprocessing_from_json(data["records"]),
-            Inputs(data["inputs"]),
+            kind,
             None if scale is None else ChannelScale.from_json(scale),
-            Colours(data.get("colours", Colours.RGB)),
+            colours,
         )
 
     def source(self) -> str:

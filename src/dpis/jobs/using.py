@@ -72,7 +72,7 @@ def evaluate_run(
     features, targets = _evaluation_data(run, data, delimiter)
     inputs = run.pipeline.inputs(features)
     held_out = HeldOut(TensorDataset(inputs, targets), metrics_of(run.card.task))
-    metrics = evaluate(run.model(inputs), held_out, run.device)
+    metrics = evaluate(run.model(inputs), held_out, run.device).metrics
     if any(math.isnan(value) for value in metrics.values()):
         raise InputError(
             f"{path}: the model gives NaN, so there is nothing to measure. Train it with a smaller learning rate"

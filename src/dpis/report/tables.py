@@ -284,7 +284,7 @@ def _table_6(rows: Sequence[Row]) -> Section:
 
 
 def _ours(rows: Sequence[Row]) -> Section:
-    """The recipe that validation chose for each data set, beside the highest figures that were published."""
+    """The recipe that validation chose for each data set, beside DPSUR's figures."""
     epsilons = published.TABLE_3_EPSILONS
     lines: list[Line] = []
     for dataset, recipe in OURS.items():

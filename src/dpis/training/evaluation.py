@@ -85,7 +85,7 @@ class HeldOut:
         if isinstance(self.dataset, IterableDataset) and next(iter(self.dataset), None) is None:
             raise InputError(
                 "held-out data is measured before training and after every epoch, and this stream came to its end: one "
-                "that can be read once only will not do, nor an empty one. Read it into a list first"
+                "that can be read once only will not do. Read it into a list first"
             )
 
 
@@ -102,8 +102,24 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict[str, float]:
-    """Every metric over all held-out rows; empty if there is none."""
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured, by name, and on how many rows; nothing on none."""
+
+    metrics: dict[str, float]
+    rows: int
+
+    def require_rows_of(self, first: Evaluation) -> None:
+        """That this one read what the first one did: figures of other records cannot be compared."""
+        if self.rows != first.rows:
+            raise InputError(
+                f"held-out data had {first.rows:,} rows before training and {self.rows:,} now: a stream that goes on "
+                "between two readings measures other records every time. Read it into a list first"
+            )
+
+
+def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> Evaluation:
+    """Every metric over all held-out rows."""
     totals = dict.fromkeys(held_out.metrics, 0.0)
     rows = 0
     with evaluating(module):
@@ -122,7 +138,7 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> dict
                 _require_one_a_row(name, values, here)
                 totals[name] += float(values.double().sum())
             rows += here
-    return {name: total / rows for name, total in totals.items()} if rows else {}
+    return Evaluation({name: total / rows for name, total in totals.items()} if rows else {}, rows)
 
 
 def _require_one_a_row(name: str, values: object, rows: int) -> None:

@@ -22,7 +22,7 @@ from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
-from dpis.training.evaluation import evaluate
+from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.files import write_whole
 from dpis.training.fingerprint import fingerprint
 from dpis.training.identity import identity_of, layers_asleep
@@ -78,6 +78,7 @@ class Trainer:
         self._progress = _Progress()
         self._device = task.records.device
         self._asleep = layers_asleep(task.model)
+        self._trial = Evaluation({}, 0)  # of the held-out metrics, before training
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
         self._between_steps = False
@@ -246,8 +247,12 @@ class Trainer:
         if self.task.held_out is not None:
             chance = self.run.key.stream("held-out", 0)
             with seeded_generators(chance), unwritten(self.task.model):
-                evaluate(self.task.model, self.task.held_out, self._device)
-            self.task.held_out.require_more()
+                self._trial = evaluate(self.task.model, self.task.held_out, self._device)
+                self.task.held_out.require_more()
+            if not self._trial.rows:
+                raise InputError(
+                    "held-out data has no rows: leave held_out out, or give some to measure on"
+                )
 
     def _measure(self) -> None:
         """Held-out metrics after an epoch, and whether to stop on them."""
@@ -255,7 +260,9 @@ class Trainer:
         if task.held_out is not None:
             chance = self.run.key.stream("held-out", terms.epoch)
             with self._released_weights(), seeded_generators(chance):
-                progress.metrics = evaluate(task.model, task.held_out, self._device)
+                measured = evaluate(task.model, task.held_out, self._device)
+            measured.require_rows_of(self._trial)
+            progress.metrics = measured.metrics
         progress.history.append(
             {
                 "epoch": terms.epoch,
