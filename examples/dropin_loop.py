@@ -18,7 +18,6 @@ def main(epochs: int = 5, records: int = 10_000) -> tuple[float, float]:
     images = load_sample()
     train = TensorDataset(images.train_images[:records, None] / 255, images.train_labels[:records])
     loader = DataLoader(train, batch_size=256)
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),

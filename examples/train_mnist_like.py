@@ -5,7 +5,6 @@
 Takes the sample of Fashion-MNIST that comes with the package; any map-style data set of (input, target) will do.
 """
 
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -18,7 +17,6 @@ def main() -> None:
     images = load_sample()
     train = TensorDataset(images.train_images[:, None] / 255, images.train_labels)
     test = TensorDataset(images.test_images[:, None] / 255, images.test_labels)
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),

@@ -8,8 +8,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import math
+import os
 import pickle
+import random
+import secrets
+import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +28,7 @@ from scipy import stats
 from dpis import randomness
 from dpis.errors import InputError
 from dpis.randomness import Key, Stream
+from dpis.training.chance import GeneratorStates
 from tests.forks import error_in_a_fork, needs_fork
 
 FALSE_ALARM = 1e-6
@@ -40,6 +47,116 @@ def counter_mode(secret: bytes, purpose: str, step: int, count: int) -> bytes:
 @pytest.mark.parametrize(("purpose", "step"), [("coins", 0), ("noise", 3), ("ü", 2**64 - 1)])
 def test_the_stream_is_aes_in_counter_mode(purpose: str, step: int) -> None:
     assert KEY.stream(purpose, step).bytes(100) == counter_mode(KEY.secret, purpose, step, 100)
+
+
+def words(purpose: str, step: int, count: int) -> list[int]:
+    """The stream as whole numbers of 64 bits, the least byte first."""
+    stream = counter_mode(KEY.secret, purpose, step, 8 * count)
+    return [int.from_bytes(stream[i : i + 8], "little") for i in range(0, len(stream), 8)]
+
+
+def law_uniforms_are_the_cells_that_the_stream_names() -> None:
+    expected = [((word >> 12) + 0.5) / 2**52 for word in words("coins", 7, 40)]
+    assert KEY.stream("coins", 7).uniforms(40).tolist() == expected
+
+
+def law_normals_are_made_of_the_stream() -> None:
+    """By Box and Muller, computed here from the block cipher alone."""
+    u = [((word >> 12) + 0.5) / 2**52 for word in words("noise", 2**40, 10)]
+    pairs = list(zip(u[:5], u[5:], strict=True))
+    radius = [math.sqrt(-2 * math.log(a)) for a, _ in pairs]
+    waves = [[wave(2 * math.pi * b) for _, b in pairs] for wave in (math.cos, math.sin)]
+    expected = [r * w for wave in waves for r, w in zip(radius, wave, strict=True)]
+    drawn = KEY.stream("noise", 2**40).normals(9).tolist()
+    assert drawn == pytest.approx(expected[:9], rel=1e-12, abs=1e-14)
+
+
+def law_a_fresh_key_is_what_the_operating_system_gave() -> None:
+    """Whole, and asked anew for each."""
+    given: list[bytes] = []
+
+    def heard(real: Callable[[int], bytes]) -> Callable[[int], bytes]:
+        def ask(count: int) -> bytes:
+            given.append(real(count))
+            return given[-1]
+
+        return ask
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "token_bytes", heard(secrets.token_bytes))
+        patch.setattr(os, "urandom", heard(os.urandom))
+        keys = [Key.fresh(), Key.fresh()]
+    assert all(key.secret in given for key in keys)
+    assert keys[0].secret != keys[1].secret
+
+
+def law_no_generator_of_the_process_moves_or_is_asked() -> None:
+    """Those of torch, numpy and Python: set to the same place, they give two keys, and they stay there."""
+    fresh, seeded = [], []
+    for _ in range(2):
+        with GeneratorStates.now().again():
+            torch.manual_seed(5)
+            np.random.seed(5)
+            random.seed(5)
+            before = torch.get_rng_state(), np.random.get_state()[1:3], random.getstate()
+            for key, numbers in ((Key.fresh(), fresh), (KEY, seeded)):
+                numbers += [*key.stream("noise", 0).normals(4), *key.stream("coins", 0).uniforms(4)]
+            assert torch.equal(torch.get_rng_state(), before[0])
+            assert str(np.random.get_state()[1:3]) == str(before[1])
+            assert random.getstate() == before[2]
+    assert len({float(number) for number in fresh}) == 16
+    assert len({float(number) for number in seeded}) == 8
+
+
+LAWS = {name: law for name, law in vars().items() if name.startswith("law_")}
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_law(law: Callable[[], None]) -> None:
+    law()
+
+
+def of_a_twister(self: Stream, count: int) -> torch.Tensor:
+    generator = np.random.RandomState(np.frombuffer(self.bytes(16), np.uint32))
+    return torch.from_numpy(generator.normal(size=count))
+
+
+PLANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
+    "a key of Python's generator": (
+        Key, "fresh", lambda: Key(random.randbytes(32)), law_a_fresh_key_is_what_the_operating_system_gave,
+    ),
+    "a key of a generator that the operating system seeded": (
+        Key, "fresh", lambda: Key(random.Random(secrets.token_bytes(16)).randbytes(32)),
+        law_a_fresh_key_is_what_the_operating_system_gave,
+    ),
+    "a key of torch's generator": (
+        Key, "fresh", lambda: Key(bytes(torch.randint(256, (32,)).tolist())),
+        law_no_generator_of_the_process_moves_or_is_asked,
+    ),
+    "a key of the clock": (
+        Key, "fresh", lambda: Key(hashlib.sha256(str(time.time_ns()).encode()).digest()),
+        law_a_fresh_key_is_what_the_operating_system_gave,
+    ),
+    "normals of a twister that the stream seeds": (
+        Stream, "normals", of_a_twister, law_normals_are_made_of_the_stream,
+    ),
+    "normals of torch": (
+        Stream, "normals", lambda self, count: torch.randn(count, dtype=torch.float64),
+        law_no_generator_of_the_process_moves_or_is_asked,
+    ),
+    "coins of 32 bits": (
+        Stream, "uniforms", lambda self, count: (np.frombuffer(self.bytes(4 * count), "<u4") + 0.5) / 2**32,
+        law_uniforms_are_the_cells_that_the_stream_names,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bug_is_noticed(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, name, bug, law = PLANTS[plant]
+    monkeypatch.setattr(target, name, bug)
+    with pytest.raises(AssertionError):
+        law()
 
 
 @given(st.lists(st.integers(0, 50), max_size=10))

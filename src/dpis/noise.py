@@ -17,22 +17,27 @@ GRID_BITS = 20
 def on_grid(noisy: Tensor, noise_std: float) -> Tensor:
     """Noisy values rounded to a public grid, about a millionth of their noise's standard deviation apart.
 
-    What is released in float64 would otherwise show its last bits, and with them which noises were possible (see
-    `dpis.randomness`). Rounding is post-processing: free.
+    What is released would otherwise show its last bits, all of them in float64, those of small numbers in any type,
+    and with them which noises were possible (see `dpis.randomness`). Rounding is post-processing: free.
+
+    Args:
+        noisy: in float64; changed in place.
+        noise_std: of the noise in it; 0: nothing is hidden, and nothing is rounded.
     """
     if noise_std == 0:
         return noisy
-    grid = 2.0 ** (math.floor(math.log2(noise_std)) - GRID_BITS)
-    return torch.round(noisy / grid) * grid
+    spacing = 2.0 ** (
+        math.floor(math.log2(noise_std)) - GRID_BITS
+    )  # so that dividing by it is exact
+    return noisy.div_(spacing).round_().mul_(spacing)
 
 
 def add_noise(sums: Mapping[str, Tensor], noise_std: float, stream: Stream) -> dict[str, Tensor]:
-    """``sums + noise_std · Normal(0, I)``, in float64.
+    """``sums + noise_std · Normal(0, I)``, in float64, on a public grid (`on_grid`).
 
     One flat draw serves all sums, in the order of their names, so the result does not depend on the
-    order of the mapping. It is drawn on the CPU and moved to where each sum is. Scale the result first and
-    round it to the parameters' type last (see `dpis.randomness` on floating point): between this
-    function and that rounding nothing may be released.
+    order of the mapping. It is drawn on the CPU and moved to where each sum is. What is done with the result is
+    post-processing.
 
     Args:
         sums: tensors by name, of any floating type.
@@ -55,6 +60,10 @@ def add_noise(sums: Mapping[str, Tensor], noise_std: float, stream: Stream) -> d
     sizes = [sums[name].numel() for name in names]
     pieces = torch.split(stream.normals(sum(sizes)).mul_(noise_std), sizes)
     return {
-        name: piece.view(sums[name].shape).to(sums[name].device).add_(sums[name].detach())
+        name: on_grid(_added(piece, sums[name].detach()), noise_std)
         for name, piece in zip(names, pieces, strict=True)
     }
+
+
+def _added(noise: Tensor, value: Tensor) -> Tensor:
+    return noise.view(value.shape).to(value.device).add_(value)

@@ -13,12 +13,12 @@ same noise for different steps, so the child is refused.
 **Floating point.** Numbers are rounded, and a mechanism proven for real numbers is only approximated
 (Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012).
 What is done: uniforms lie on a grid of ``2**52`` cells, so the probability of a coin is exact to ``2**-53``;
-normals are made and added in float64, and only the sum is rounded to the parameters' type, so a float32
-that is released could have come from any of about ``2**29`` noises; the noise that is applied is 1.001 times
-the noise accounted for. What is not: a normal reaches at most ``sqrt(2 ln 2**53) = 8.57`` standard
+normals are made and added in float64, and every noisy sum is rounded to a public grid, about a millionth of the
+noise's standard deviation apart, before anything else is done with it (`dpis.noise.on_grid`): whatever the type of
+the parameters, what is released could have come from any of about ``2**30`` noises; the noise that is applied is
+1.001 times the noise accounted for. What is not: a normal reaches at most ``sqrt(2 ln 2**53) = 8.57`` standard
 deviations (beyond lies a mass of 1e-17); logarithm, sine and cosine carry their library's rounding, and
-it may differ between machines; no discrete Gaussian is drawn. Statistics that are released as numbers are
-rounded to a grid first (`dpis.noise.on_grid`). How long drawing takes is not hidden either.
+it may differ between machines; no discrete Gaussian is drawn. How long drawing takes is not hidden either.
 """
 
 from __future__ import annotations
@@ -143,6 +143,11 @@ class Stream:
     def __init__(self, key: bytes) -> None:
         self._cipher: Any = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
         self._read = 0
+
+    @classmethod
+    def derived(cls, secret: bytes, purpose: bytes) -> Stream:
+        """A stream of its own for every purpose, from secret bytes that serve nothing else."""
+        return cls(hmac.digest(secret, _CONTEXT + purpose, "sha256"))
 
     def bytes(self, count: int) -> bytes:
         """The next ``count`` bytes."""

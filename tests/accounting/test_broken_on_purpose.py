@@ -173,6 +173,8 @@ PLANTS = [
           test_accountants.law_unknown_accountants_raise),
     Plant("verify: believes the claim", verify, "_epsilon", lambda events, delta, claim: claim,
           test_verify.law_a_claim_below_its_events_is_found_out, ("folder", "header")),
+    Plant("verify: a filter may be overrun by a hundredth", verify, "_ROUNDING", 1e-2,
+          test_verify.law_a_filter_overrun_by_a_thousandth_is_found_out, ("folder",)),
     Plant("verify: does not compare with the plan", events.PoissonGaussian, "dominates", lambda self, other: True,
           test_verify.law_events_the_plan_does_not_cover_are_found_out, ("folder", "header")),
     Plant("verify: does not replay the filter", verify, "_check_adaptive", lambda ledger: 0.0,

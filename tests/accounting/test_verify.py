@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 
 import pytest
@@ -221,3 +222,67 @@ def test_the_model_is_compared_with_the_end_line(tmp_path, header):
     (tmp_path / "other").write_bytes(MODEL + b"!")
     assert verify_ledger(path, tmp_path / "model").holds
     assert not verify_ledger(path, tmp_path / "other").holds
+
+
+@pytest.mark.parametrize("events", [20, 39, 41, 1000])
+def test_an_end_that_counts_other_events_is_refused(tmp_path, header, events):
+    """The chain is intact: only counting can tell."""
+    planned = [run.event for run in header.planned for _ in range(run.count)]
+    path = forge(tmp_path / "l", header, planned)
+    chain = json.loads(path.read_bytes().splitlines()[-1])["chain"]
+    end = {"type": "end", "events": events, "model_sha256": "0" * 64}
+    path.write_bytes(path.read_bytes() + encode_line(end, chain)[0])
+    with pytest.raises(BrokenLedgerError, match=rf"counts {events} events, the ledger holds 40"):
+        verify_ledger(path)
+
+
+def law_a_thousandth_too_much_is_found_out(folder, verify=verify_ledger):
+    """What costs 1.001 of the claim does not pass for it, predeclared or adaptive."""
+    event = PoissonGaussian(sampling_rate=0.05, noise_multiplier=2.0)
+    planned = (PlannedRun("gradient", event, 40),)
+    cost = verify(
+        write_run(folder / "cost", predeclared_header(claim=Budget(50.0, 1e-5), planned=planned))
+    ).epsilon_claimable
+    for factor, holds in ((1.0 + 1e-6, True), (1 / 1.001, False)):
+        claimed = predeclared_header(claim=Budget(factor * cost, 1e-5), planned=planned)
+        verdict = verify(write_run(folder / f"claims {factor}", claimed))
+        assert verdict.holds is holds, factor
+        # and so it is, when the ledger says how much less the run spent before it stopped
+        verdict = verify(write_run(folder / f"stopped {factor}", claimed, events=3))
+        assert verdict.holds is holds, factor
+
+
+def law_a_filter_overrun_by_a_thousandth_is_found_out(folder, verify=verify_ledger):
+    plan = plan_adaptive(CLAIM, WORKLOAD)
+    step = adaptive_step(WORKLOAD, plan.noise_multiplier, 1.0)
+    header = dataclasses.replace(adaptive_header(plan), claim=Budget(1.0, 1e-5))
+    path = forge(folder / "spent", header, [step] * 10)
+    cost = verify(path).epsilon_spent
+    for factor, refused in ((1.0 + 1e-6, False), (1 / 1.001, True)):
+        claimed = dataclasses.replace(header, claim=Budget(factor * cost, 1e-5))
+        path = forge(folder / f"claims {factor}", claimed, [step] * 10)
+        if refused:
+            with pytest.raises(BrokenLedgerError, match=r"line 11.*overrun"):
+                verify(path)
+        else:
+            assert "overrun" not in verify(path).problem
+
+
+def test_a_thousandth_too_much_is_found_out(tmp_path):
+    law_a_thousandth_too_much_is_found_out(tmp_path)
+
+
+def test_a_filter_overrun_by_a_thousandth_is_found_out(tmp_path):
+    law_a_filter_overrun_by_a_thousandth_is_found_out(tmp_path)
+
+
+def test_a_torn_event_of_an_adaptive_run_counts_as_the_whole_claim(tmp_path):
+    """What it cost is not known; the filter had admitted it."""
+    plan = plan_adaptive(CLAIM, WORKLOAD)
+    step = adaptive_step(WORKLOAD, plan.noise_multiplier, 1.0)
+    path = forge(tmp_path / "l", adaptive_header(plan), [step] * 3)
+    assert verify_ledger(path).epsilon_spent < 1.0
+    path.write_bytes(path.read_bytes() + b'{"type":"ev')
+    verdict = verify_ledger(path)
+    assert verdict.epsilon_spent == 1.0
+    assert "torn" in verdict.problem

@@ -16,7 +16,8 @@ from torch.utils.data import default_collate
 
 from dpis.engine.collate import PrivateCollate
 from dpis.gradients import CouplingError
-from dpis.training.fetching import WatchedItems
+from dpis.training import fetching
+from dpis.training.fetching import Places, SeededItems
 
 from .loops import private
 
@@ -229,7 +230,8 @@ def test_names_of_items_in_an_array_are_taken() -> None:
     def with_names(items: Items) -> tuple[Tensor, Tensor, Any]:
         return *padded(items), np.array([f"item of class {y}" for _, y in items])
 
-    batch = PrivateCollate(with_names, fixed(), row_dim=0)(fixed(6)).batch
+    items = fetching.Items(fixed(6), Places(range(6), bytes(32)))
+    batch = PrivateCollate(with_names, fixed(), row_dim=0)(items).batch
     assert batch[2].shape == (6,)
 
 
@@ -239,5 +241,5 @@ def test_what_a_worker_sets_is_for_the_data_set() -> None:
             return [self[place] for place in places]
 
     dataset = AtOnce(fixed())
-    WatchedItems(dataset).opened = True
+    SeededItems(dataset).opened = True
     assert dataset.opened  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch.utils.data import TensorDataset
 from dpis.engine.accountant import EventCounter
 from dpis.errors import BudgetExceededError
 from dpis.mechanism import mechanism as mechanism_module
-from tests.mechanism.systems import recorded_streams
+from dpis.randomness import Key, Stream
 
-from .loops import RECORDS, data, mlp, private
+from .loops import RECORDS, Loop, data, mlp, private
 
 
 @pytest.fixture
@@ -63,27 +64,37 @@ def test_a_refused_event_releases_nothing(sums: list[Tensor]):
     assert len(loop.engine.accountant) == 0
 
 
-def test_no_coin_and_no_noise_is_used_twice():
-    with recorded_streams() as secrets:
-        loop = private(loader={"batch_size": 4})
-        for steps in (1, 3, None):  # two epochs are broken off
+def coins_and_noise(loop: Loop, epochs: Sequence[int | None]) -> list[tuple[str, int]]:
+    """Which streams were opened while epochs of so many steps were trained; masks may be made again."""
+    opened, real = list[tuple[str, int]](), Key.stream
+
+    def stream(key: Key, purpose: str, step: int) -> Stream:
+        if not purpose.startswith("chance:"):
+            opened.append((purpose, step))
+        return real(key, purpose, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Key, "stream", stream)
+        for steps in epochs:
             loop.train(steps=steps)
-    assert len(secrets) == len(set(secrets)) > 0
+    return opened
+
+
+def test_no_coin_and_no_noise_is_used_twice():
+    opened = coins_and_noise(private(loader={"batch_size": 4}), (1, 3, None))  # two are broken off
+    assert len(opened) == len(set(opened)) > 0
 
 
 @pytest.mark.slow
-def test_draws_made_ahead_and_given_up_are_never_released(sums: list[Tensor]):
+def test_draws_made_ahead_are_released_once_each(sums: list[Tensor]):
     loop = private(loader={"num_workers": 2, "prefetch_factor": 2})
     mechanism, released = loop.session.mechanism, []
     release = mechanism.release_sum
     mechanism.release_sum = lambda total: (released.append(total.draw), release(total))[1]
-    with recorded_streams() as secrets:
-        for steps in (1, 2, None):
-            loop.train(steps=steps)
+    opened = coins_and_noise(loop, (1, 2, None))
     assert len(released) == len({id(draw) for draw in released}) == 1 + 2 + len(loop.loader)
-    assert len(secrets) == len(set(secrets))
-    assert mechanism._draws > mechanism.step  # some were made for nothing
-    assert loop.session.draws_ahead == 0
+    assert len(opened) == len(set(opened))
+    assert mechanism._draws == mechanism.step  # none was made for nothing
 
 
 @pytest.mark.parametrize("sampling", ["uniform", "importance"])

@@ -125,7 +125,7 @@ def test_a_look_at_a_batch_costs_no_epoch(mode: str):
     few = {"n_public": 80, "dataset": data(80)}
     loop = private(epochs=2, mode=mode, **few)
     looks = [next(iter(loop.loader))[0] for _ in range(3)]
-    assert any(not torch.equal(looks[0], look) for look in looks[1:])  # coins are fresh
+    assert all(torch.equal(looks[0], look) for look in looks[1:])  # nobody draws twice for one step
     loop.train(2)
     steps = [e for e, _ in loop.engine.accountant.journal._runs if hasattr(e, "sampling_rate")]
     events = loop.engine.accountant.journal.events
@@ -293,19 +293,32 @@ def test_prefetching_uniform_sampling_changes_no_bit(workers: str, steps: int | 
 
 @pytest.mark.slow
 def test_prefetched_batches_are_weighed_by_what_they_were_drawn_with(without_noise: None):
-    loop = private(k=1.0, loader={"num_workers": 2, "prefetch_factor": 2}, noise_multiplier=0.5)
+    """At a clip norm that is larger than norms: else importance is always C, and nothing could be told."""
+    C, outdated = 10.0, 0
+    loop = private(
+        k=1.0,
+        loader={"num_workers": 2, "prefetch_factor": 2},
+        noise_multiplier=0.5,
+        max_grad_norm=C,
+        kappa=0.25,
+    )
     records, _ = data()[:]
-    for _ in range(2):
+    sampler = loop.session.mechanism.sampler
+    for _ in range(3):
         for inputs, targets in loop.loader:
             draw = loop.session._current.draw
+            known = sampler.last_norms[draw.indices].double().clamp(0.05 * C, C)
+            outdated += int((~torch.isclose(known, draw.importance)).sum())
             assert torch.equal(inputs, records[draw.indices])
             gradients = by_record(loop.plain_model, inputs, targets)
             norms = gradients.norm(dim=1)
             weights = 1 / torch.maximum(norms, draw.importance)
             before = loop.weights
             loop.step(inputs, targets)
-            expected = before - 0.1 * (weights[:, None] * gradients).sum(0) / BATCH
+            scale = 0.1 * C * 0.25 / BATCH
+            expected = before - scale * (weights[:, None] * gradients).sum(0)
             assert torch.allclose(loop.weights, expected, rtol=0, atol=1e-9)
+    assert outdated > 0  # some were drawn before their last norm was known
 
 
 def by_record(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -157,6 +157,37 @@ def test_parts_are_differentiated_one_by_one():
         loop.model(inputs[1:])
 
 
+SHARES = {
+    "len(part) / len(batch)": lambda loss, part, batch: loss * len(part) / len(batch),
+    "one share": lambda loss, part, batch: (len(part) / len(batch)) * loss,
+    "one of so many parts": lambda loss, part, batch: loss / -(-len(batch) // len(part)),
+}
+
+
+@pytest.mark.parametrize("scaled", SHARES.values(), ids=SHARES)
+def test_parts_scaled_by_their_share_of_the_batch(scaled: Any):
+    """They gave a quarter of the update, and nothing was said."""
+    loop = private(loader={"batch_size": 32}, sampling="uniform")
+    _, inputs, targets = first_batch(loop)
+    part, labels = next(zip(inputs.split(5), targets.split(5), strict=True))
+    loss = functional.cross_entropy(loop.model(part), labels)
+    with pytest.raises(MisuseError, match="plain mean over each part"):
+        scaled(loss, part, inputs).backward()
+
+
+def test_parts_of_a_loss_with_a_weight_of_its_own_add_up():
+    """A weight of the loss is kept, as it would be without parts."""
+    whole, parts = (private(loader={"batch_size": 32}, max_grad_norm=50.0) for _ in range(2))
+    _, inputs, targets = first_batch(whole)
+    (0.7 * functional.cross_entropy(whole.model(inputs), targets)).backward()
+    whole.optimizer.step()
+    first_batch(parts)
+    for part, labels in zip(inputs.split(5), targets.split(5), strict=True):
+        (0.7 * functional.cross_entropy(parts.model(part), labels)).backward()
+    parts.optimizer.step()
+    torch.testing.assert_close(whole.weights, parts.weights)
+
+
 def test_the_adaptive_noise_is_not_known_beforehand():
     loop = private(epochs=2, mode="adaptive")
     with pytest.raises(InputError, match="when it begins"):
@@ -185,12 +216,15 @@ def test_a_step_past_the_end_of_the_plan():
 # ── batches that were not drawn ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_batch_without_any_draw():
+def test_a_batch_without_any_draw_is_looked_at_and_not_trained_on():
     loop = private()
-    with pytest.raises(
-        MisuseError, match=r"did not come from the private loader.*no amplification"
-    ):
-        loop.model(torch.randn(3, 4).double())
+    outputs = loop.model(torch.randn(3, 4).double())
+    assert outputs.argmax(1).shape == (3,)
+    with pytest.raises(MisuseError, match=r"did not come from the private loader.*not be private"):
+        outputs.sum().backward()
+    assert all(p.grad is None for p in loop.plain_model.parameters())
+    loop.train()
+    assert loop.model(torch.randn(3, 4).double()).shape == (3, 3)  # after the loop, too
 
 
 def test_more_rows_than_were_drawn():

@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from dpis.errors import InputError
 from dpis.integrations import Privacy
 from dpis.integrations.row_losses import classification_losses
+from dpis.mechanism import Mechanism
 from tests.examples.loops import PRIVACY, example, quiet
 
 pytestmark = pytest.mark.slow  # for the time that importing transformers takes
@@ -66,6 +69,74 @@ def test_hugging_face_steps_are_accounted(tmp_path: Path) -> None:
     assert trainer.state.total_flos == 0
     assert trainer.state.num_input_tokens_seen == 0
     assert "eval_loss" in trainer.evaluate()
+
+
+@quiet
+def test_hugging_face_files_do_not_tell_who_was_drawn(tmp_path: Path) -> None:
+    """``rng_state.pth`` told how many, from how far a public seed had moved; every other file is looked at, too."""
+    saved = []
+    for seed in (1, 2):
+        privacy = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=seed)
+        settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
+        trainer = hugging_face(tmp_path / str(seed), privacy, **settings)
+        for layer in trainer.model.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.5
+        drawn, release = list[int](), Mechanism.release_sum
+
+        def counted(mechanism: Any, total: Any, drawn: Any = drawn, release: Any = release) -> Any:
+            drawn.append(total.records)
+            return release(mechanism, total)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Mechanism, "release_sum", counted)
+            trainer.train()
+        own = tmp_path / str(seed)
+        files = {path.relative_to(own): path for path in own.rglob("*") if path.is_file()}
+        saved.append((drawn, files))
+    (one_drawn, one), (other_drawn, other) = saved
+    assert one_drawn != other_drawn
+    assert one.keys() == other.keys()
+    noisy = {"model.safetensors", "optimizer.pt"}  # made of releases alone
+    public = [name for name in one if name.name not in noisy and name.name != "training_args.bin"]
+    assert {"rng_state.pth", "trainer_state.json"} <= {name.name for name in public}
+    for name in public:
+        assert contents(one[name]) == contents(other[name]), name
+
+
+def contents(path: Path) -> str:
+    """Of a file, so that it can be compared; numbers that follow from the privacy budget are the same here."""
+    if path.suffix in (".pth", ".pt"):
+        torch.set_printoptions(profile="full")
+        try:
+            with np.printoptions(threshold=sys.maxsize):
+                return repr(torch.load(path, weights_only=False))
+        finally:
+            torch.set_printoptions(profile="default")
+    return path.read_bytes().decode(errors="replace").replace(f"/{path.parents[1].name}/", "/")
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("settings", "epochs", "steps"),
+    [({"num_train_epochs": 1.5}, 2, 12), ({"max_steps": 20}, 3, 20), ({"max_steps": 8}, 1, 8)],
+    ids=["a half", "steps of three epochs", "steps of one"],
+)
+def test_hugging_face_plans_for_all_that_it_takes(
+    settings: dict[str, Any], epochs: int, steps: int, tmp_path: Path
+) -> None:
+    """By the public number of records, which is not that of the data set."""
+    privacy = Privacy(
+        max_grad_norm=1.0, target_epsilon=2.0, target_delta=1e-3, n_public=128, seed=0
+    )
+    trainer = hugging_face(tmp_path, privacy, **settings)
+    trainer.train()
+    engine = trainer.privacy_engine
+    assert engine.accountant.plan.config.epochs == epochs
+    assert len(engine.accountant) == steps
+    logged = [entry["epsilon"] for entry in trainer.state.log_history if "epsilon" in entry]
+    assert logged[-1] == pytest.approx(engine.get_epsilon(1e-3))
+    assert logged[-1] <= 2.0
 
 
 @quiet

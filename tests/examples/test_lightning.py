@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tests.examples.loops import PRIVACY, example, quiet
 
 pytestmark = pytest.mark.slow  # for the time that importing Lightning takes
 
+TARGET = Privacy(max_grad_norm=1.0, target_epsilon=2.0, target_delta=1e-3, n_public=64, seed=0)
+
 
 def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: Any) -> Any:
     import lightning
@@ -22,6 +25,7 @@ def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: An
     from dpis.integrations.lightning import PrivacyCallback
 
     callback = PrivacyCallback(privacy, model=model)
+    checkpoint = settings.pop("ckpt_path", None)
     trainer = lightning.Trainer(
         **{
             "max_epochs": 2,
@@ -35,7 +39,7 @@ def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: An
         }
     )
     data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
-    trainer.fit(module, DataLoader(data, batch_size=16))
+    trainer.fit(module, DataLoader(data, batch_size=16), ckpt_path=checkpoint)
     return trainer, callback
 
 
@@ -130,6 +134,60 @@ def test_lightning_settings_that_break_the_guarantee_are_refused(settings: dict[
 
 
 @quiet
+def test_lightning_modules_that_step_by_themselves_are_refused() -> None:
+    pytest.importorskip("lightning")
+    module = small_module()
+    module.automatic_optimization = False
+    with pytest.raises(InputError, match="manual optimisation is not supported"):
+        fit(module)
+
+
+@quiet
+def test_lightning_does_not_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """It knows nothing of what was spent: epsilon would begin at 0."""
+    pytest.importorskip("lightning")
+    trainer, _ = fit(small_module(), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "kept.ckpt")
+    with pytest.raises(InputError, match="ckpt_path is not supported"):
+        fit(small_module(), ckpt_path=tmp_path / "kept.ckpt")
+
+
+@quiet
+def test_lightning_needs_a_horizon_for_a_target() -> None:
+    pytest.importorskip("lightning")
+    with pytest.raises(InputError, match="max_epochs"):
+        fit(small_module(), TARGET, max_epochs=-1, max_steps=3)
+
+
+@quiet
+def test_lightning_plans_for_its_epochs_and_logs_epsilon_at_the_planned_delta() -> None:
+    pytest.importorskip("lightning")
+    trainer, callback = fit(small_module(), TARGET, max_epochs=3)
+    config = callback.engine.accountant.plan.config
+    assert (config.epochs, config.epsilon, config.delta) == (3, 2.0, 1e-3)
+    spent = callback.engine.get_epsilon(1e-3)
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(spent, rel=1e-5)
+    assert 1.9 < spent <= 2.0
+
+
+@quiet
+def test_lightning_leaves_the_module_as_it_was_after_an_error() -> None:
+    pytest.importorskip("lightning")
+    module = small_module()
+    real = type(module).training_step
+
+    def fails_later(self: Any, batch: Any, index: int) -> torch.Tensor:
+        if index == 2:
+            raise ArithmeticError("for a try")
+        return real(self, batch, index)
+
+    type(module).training_step = fails_later
+    with pytest.raises(ArithmeticError, match="for a try"):
+        fit(module)
+    assert not {"forward", "training_step"} & {*vars(module), *vars(module.net)}
+
+
+@quiet
 def test_lightning_training_past_the_model_is_refused() -> None:
     """``training_step`` calls ``self.net`` and nobody said so: nothing would be clipped."""
     pytest.importorskip("lightning")
@@ -142,3 +200,24 @@ def test_the_lightning_example_runs() -> None:
     pytest.importorskip("lightning")
     trainer = example("lightning_loop").main(epochs=1, records=2000)
     assert 0 < trainer.callback_metrics["epsilon"] <= 3
+
+
+@quiet
+def test_lightning_files_do_not_tell_who_was_drawn(tmp_path: Path) -> None:
+    """A checkpoint of one run is that of another, but for what was made of releases."""
+    saved = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        privacy = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=seed)
+        module = small_module()
+        module.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+        trainer, _ = fit(module, privacy)
+        saved.append(torch.get_rng_state())
+        trainer.save_checkpoint(tmp_path / f"{seed}.ckpt")
+        saved.append(torch.load(tmp_path / f"{seed}.ckpt", weights_only=False))
+    one_state, one, other_state, other = saved
+    assert torch.equal(one_state, other_state)
+    noisy = {"state_dict", "optimizer_states"}
+    assert one.keys() == other.keys()
+    for name in one.keys() - noisy:
+        assert repr(one[name]) == repr(other[name]), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,7 +14,18 @@ from dpis.accounting.workload import GRADIENT
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
 from dpis.randomness import Key
 
-from .systems import PRIVATE, Listener, PlainSums, Small, config, plan_of, rigged, rows, watching
+from .systems import (
+    PRIVATE,
+    Constant,
+    Listener,
+    PlainSums,
+    Small,
+    config,
+    plan_of,
+    rigged,
+    rows,
+    watching,
+)
 
 CLIPPING = AdaptiveClipping(ceiling=2.0, quantile=1.5, lowest=0.05)
 EXTREMES = (math.nan, -1e9, 1e9, 0.0, math.inf, -math.inf)
@@ -117,6 +129,41 @@ def norm_sum_of(c: Config, last_norms: Sequence[float], noise: float):
     value = next(value for name, value in seen if name == NORM_SUM)
     event = next((e.event for e in system.journal.entries if e.label == NORM_SUM), None)
     return value, event
+
+
+def law_norm_sums_follow_the_clip_norm() -> None:
+    """When C has moved, K' is clipped at the new C and its noise is in units of it (rules 6, 8)."""
+    for norm_sum in NormSum:
+        c = everything_at_once(norm_sum=norm_sum)
+        for star, C in ((1e9, CLIPPING.ceiling), (-1e9, CLIPPING.lowest)):  # whatever the records
+
+            def second(norms, noise, c=c, star=star):
+                return second_norm_sum(c, norms, noise, star)
+
+            released, charged = second([0.01, 0.02], 0.0)
+            noisy, _ = second([0.01, 0.02], 1.0)
+            neighbours = [second([0.01, 0.02, norm], 0.0)[0] for norm in (0.0, 0.25, C, 1e9)]
+            sensitivity = max(abs(other - released) for other in neighbours)
+            assert math.isclose(sensitivity, C, rel_tol=1e-6)
+            actual = (noisy - released) / sensitivity
+            assert math.isclose(actual, 1.001 * charged.noise_multiplier, rel_tol=1e-6)
+
+
+def second_norm_sum(c: Config, norms: Sequence[float], noise: float, noise_of_star: float):
+    """K' of the second epoch and its event, after a K* that was all noise."""
+    key = rigged(noise)
+    key = replace(key, streams={"release:clip": Constant(noise_of_star), **key.streams})
+    system = Small(c, rows(*norms), key, gradients=PlainSums(3)).seen(norms)
+    with watching() as seen:
+        system.begin()
+        for _ in range(system.mechanism.steps_left):
+            system.step([])
+        system.mechanism.end_epoch()
+        system.begin()
+    values = [value for name, value in seen if name == NORM_SUM]
+    events = [entry.event for entry in system.journal.entries if entry.label == NORM_SUM]
+    assert len(values) == len(events) == 3  # K', K*, K'
+    return values[-1], events[-1]
 
 
 def law_unseen_records_count_the_clip_norm() -> None:

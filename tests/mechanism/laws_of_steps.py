@@ -234,6 +234,20 @@ def law_coins_are_fresh_and_as_probable_as_they_say() -> None:
     accept_independence(included, probabilities)
 
 
+def law_a_draw_made_ahead_is_weighed_as_it_was_drawn() -> None:
+    """Records that grew in between were drawn with the chance they had before (rule 12)."""
+    c = config(clip_norm=1.0, headroom=2.0, n_public=60, batch_size=6, equivalent_batch=60)
+    records = rows(*[0.9] * 60)
+    system = Small(c, records, rigged(0.0)).seen([0.1] * 60)
+    system.begin()
+    draws = [system.mechanism.draw_ahead() for _ in range(3)]
+    for draw in draws:
+        assert len(draw) > 0
+        expected = sum(clipped(records[i], 0.2) / 0.2 for i in draw.indices.tolist()) / 60
+        assert torch.allclose(system.release(draw), expected, atol=1e-9)
+    assert set(draws[0].indices.tolist()) & set(draws[2].indices.tolist())  # some have grown
+
+
 def law_a_record_that_grew_is_held_back_once() -> None:
     """By its old estimate at the first visit; from then on it counts in full (rule 16)."""
     c = config(n_public=4, batch_size=2, epochs=40, equivalent_batch=4, headroom=1.5, floor=0.1)

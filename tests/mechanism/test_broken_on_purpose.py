@@ -33,13 +33,14 @@ INIT, DRAW, OBSERVE, SUM = (
     ImportanceSampler.observe,
     ImportanceSampler.sum_of_last_norms,
 )
-STREAM, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD = (
+STREAM, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
     Key.stream,
     Mechanism.release_sum,
     Mechanism._released,
     Mechanism.begin_epoch,
     Mechanism._spend,
     Mechanism.draw_ahead,
+    Mechanism._weigh,
 )
 
 
@@ -109,6 +110,21 @@ def stores_clipped(self, indices, norms):
 
 def in_units_of_one(self, label, value, sensitivity, multiplier, occasion):
     return RELEASED(self, label, value, 1.0, multiplier, occasion)
+
+
+def in_units_of_the_last_c(self, label, value, sensitivity, multiplier, occasion):
+    if occasion.purpose == "norm-sum" and self.terms is not None:
+        sensitivity = self.terms.clip_norm
+    return RELEASED(self, label, value, sensitivity, multiplier, occasion)
+
+
+def weighs_by_the_state_now(self, draw, terms, step):
+    """A draw was made before others were released; its records are weighed by what is known of them since."""
+    if isinstance(self.sampler, ImportanceSampler):
+        norms = self.sampler.last_norms[draw.indices].numpy()
+        now = self.sampler._estimate.importance(norms)
+        draw = Draw(draw.indices, torch.from_numpy(now))
+    return WEIGH(self, draw, terms, step)
 
 
 def divided_by_a_share(self, label, value, sensitivity, multiplier, occasion):
@@ -207,6 +223,8 @@ PLANTS = [
           releases.law_the_number_of_records_decides_nothing),
     Plant("6 7 noise without the bound of the norms", Mechanism, "_released", in_units_of_one,
           releases.law_noise_over_sensitivity_is_what_is_charged),
+    Plant("6 8 K' is noised with the last epoch's C", Mechanism, "_released", in_units_of_the_last_c,
+          releases.law_norm_sums_follow_the_clip_norm),
     Plant("6 7 K over p_K", Mechanism, "_released", divided_by_a_share,
           releases.law_noise_over_sensitivity_is_what_is_charged),
     Plant("6 7 norms are summed unclipped", ImportanceSampler, "sum_of_last_norms",
@@ -232,6 +250,8 @@ PLANTS = [
           steps.law_the_mean_of_an_update),
     Plant("12 clipped at C and weighted by the estimate", module, "contribution_weights", clipped_at_c,
           steps.law_the_mean_of_an_update),
+    Plant("12 a draw made ahead is weighed by what is known later", Mechanism, "_weigh", weighs_by_the_state_now,
+          steps.law_a_draw_made_ahead_is_weighed_as_it_was_drawn),
     Plant("15 divided by the realised batch", Mechanism, "release_sum", scaled(by_realised_batch),
           steps.law_an_empty_batch_is_a_normal_step),
     Plant("15 an empty step is skipped", Mechanism, "release_sum", skips_empty,

@@ -7,6 +7,7 @@ worlds. So any event whose probabilities are bounded by runs, one from below and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +92,23 @@ def events(worlds: tuple[np.ndarray, np.ndarray], column: int, threshold: float,
     ]
 
 
+Observe = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+"""``observe(runs, first_seed)``: rows of numbers from runs without the canary, and from runs with it."""
+
+
 def lower_bound(scenario: Scenario) -> float:
+    """Of what the mechanism releases."""
+
+    def observed(runs: int, first_seed: int) -> tuple[np.ndarray, np.ndarray]:
+        return observe(scenario, runs, first_seed)
+
+    return lower_bound_of(observed, scenario.runs, scenario.config.delta)
+
+
+def lower_bound_of(observe: Observe, runs: int, delta: float) -> float:
     """The event is chosen on some runs and tried on others: one bound, one chance to err."""
-    delta = scenario.config.delta
-    few = max(60, scenario.runs // 3)
-    worlds = observe(scenario, few, first_seed=10_000_000)
+    few = max(60, runs // 3)
+    worlds = observe(few, 10_000_000)
     best, chosen = -math.inf, None
     for column in range(worlds[0].shape[1]):
         values = np.unique(np.quantile(np.concatenate(worlds)[:, column], np.linspace(0, 1, 60)))
@@ -109,6 +122,6 @@ def lower_bound(scenario: Scenario) -> float:
     if chosen is None:
         return 0.0
     column, threshold, above, forwards = chosen
-    counts = events(observe(scenario, scenario.runs, 0), column, threshold, above)
+    counts = events(observe(runs, 0), column, threshold, above)
     without, with_canary = counts if forwards else counts[::-1]
-    return max(0.0, bound(with_canary, without, scenario.runs, delta))
+    return max(0.0, bound(with_canary, without, runs, delta))

@@ -17,7 +17,7 @@ from tests.training.toys import fit, released
 ROOT = Path(__file__).parents[2]
 
 
-def _kill(tmp_path: Path, kills: int) -> list[dict[str, object]]:
+def _kill(tmp_path: Path, kills: int | str) -> list[dict[str, object]]:
     command = [sys.executable, "-m", "tests.training.kills", str(tmp_path), str(kills)]
     done = subprocess.run(
         command,
@@ -46,6 +46,23 @@ def test_killed_at_fifty_moments(tmp_path: Path) -> None:
     assert len(set(steps)) >= 8  # all over the run
     assert any(not kill["recorded"] for kill in found)  # before the first epoch
     assert any("model.safetensors" in kill["files"] for kill in found)  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_killed_after_every_part_of_a_release(tmp_path: Path) -> None:
+    """The ledger's end comes before the model; a kill between them is made good by resuming."""
+    found = {kill["moment"]: kill for kill in _kill(tmp_path, "release")}
+    seen = {
+        moment: (kill["end"], "model.safetensors" in kill["files"])  # type: ignore[operator]
+        for moment, kill in found.items()
+    }
+    assert seen == {
+        "model beside": (False, False),
+        "end": (True, False),
+        "model": (True, True),
+        "loader": (True, True),
+        "summary": (True, True),
+    }
 
 
 CTRL_C = """

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from dpis.accounting import Adjacency
 from dpis.randomness import Key
 from dpis.training import PublicCountWarning
-from dpis.training.checkpoint import NOTICE, load_checkpoint
+from dpis.training.checkpoint import NOTICE
 from dpis.training.model_file import architecture_of
 from dpis.training.progress import ProgressBar
 from dpis.training.summary import Summary
@@ -179,8 +179,7 @@ def test_a_checkpoint_is_secret_and_deleted(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_kept_on_request(tmp_path: Path) -> None:
     fit(tmp_path / "run", keep_checkpoint=True)
-    state = load_checkpoint(tmp_path / "run" / "checkpoint.secret")
-    assert state["notice"] == NOTICE
+    assert NOTICE.encode() in (tmp_path / "run" / "checkpoint.secret").read_bytes()[:600]
     assert stat.S_IMODE(os.stat(tmp_path / "run" / "checkpoint.secret").st_mode) == 0o600
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     fit(tmp_path / "run", resume=True, keep_checkpoint=True)  # a finished run ends as it did

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from dpis.engine.blank import emptied
-from dpis.training.chance import GeneratorStates
 from dpis.training.collation import CollateProbe
+from dpis.training.fetching import Items
 from dpis.training.padding import PaddedOtherwise, PaddingProbe
 
 
@@ -38,20 +39,25 @@ class PrivateCollate:
         self._collate, self._dataset = collate, dataset
         self._probe, self._padding = CollateProbe(collate), PaddingProbe(collate, row_dim)
 
-    def __call__(self, items: list[Any]) -> Collated:
+    def __call__(self, items: Items) -> Collated:
         """A batch of these items.
 
         Raises:
             CouplingError: if its rows are not made item by item.
         """
+
+        def chance() -> AbstractContextManager[None]:
+            return items.places.seeded("collate")
+
         if not items:
-            item = self._dataset[0]
-            return Collated(emptied(self._collate([item]), self._collate([item, item])), [])
+            with chance():
+                item = self._dataset[0]
+                return Collated(emptied(self._collate([item]), self._collate([item, item])), [])
         rows, kept, some = len(items), self._probe.keep(items), self._padding.keep(items)
-        chance = GeneratorStates.now()
-        batch = self._collate(items)
-        self._probe.look(batch, kept, chance.again)
-        return Collated(batch, self._padding.look(batch, some, rows, chance.again))
+        with chance():
+            batch = self._collate(list(items))
+        self._probe.look(batch, kept, chance)
+        return Collated(batch, self._padding.look(batch, some, rows, chance))
 
 
 def gathered(batch: Any) -> Collated:

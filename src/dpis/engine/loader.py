@@ -20,7 +20,8 @@ from torch.utils.data import (
 from dpis.engine.collate import PrivateCollate, gathered
 from dpis.engine.session import MisuseError, Session
 from dpis.errors import InputError
-from dpis.training.fetching import WatchedItems, fetches_at_once
+from dpis.training.fetching import SeededItems
+from dpis.training.overlap import refuse_rows_named_twice
 from dpis.training.records import tensors_of
 
 
@@ -55,8 +56,8 @@ class PrivateLoader(DataLoader[Any]):
         collate: Any = PrivateCollate(original.collate_fn, dataset, session.gradients.row_dim)
         if original.collate_fn is default_collate and tensors_of(dataset):
             dataset, collate = _BatchesOfTensors(dataset), gathered
-        elif fetches_at_once(dataset):
-            dataset = WatchedItems(dataset)
+        else:
+            dataset = SeededItems(dataset)
         super().__init__(
             dataset,
             batch_sampler=_Draws(session, steps, most_rows),
@@ -80,6 +81,9 @@ class PrivateLoader(DataLoader[Any]):
     def in_parts(self, most_rows: int) -> PrivateLoader:
         """The same draws, delivered a few rows at a time: the step comes after the last part of a draw."""
         return PrivateLoader(self._original, self._session, self._steps, most_rows)
+
+    _is_accelerate_prepared = True
+    """``Accelerator.prepare`` takes the loader as it is, instead of rebuilding it from its batch sampler."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         iteration = self._session.begin_iteration()
@@ -140,6 +144,7 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
             "an IterableDataset cannot be sampled by independent coins, so no amplification could be claimed and "
             "epsilon would be wrong. Use a map-style data set: one with __getitem__ and __len__"
         )
+    refuse_rows_named_twice(loader.dataset)
     if loader.batch_size is None:
         raise InputError(
             "the loader needs a batch_size: with a batch sampler of its own, who is drawn is not known, so epsilon "

@@ -57,4 +57,4 @@ class BatchMemoryManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """A draw that was left in the middle is given up by the next iteration."""
+        """A draw that was left in the middle is delivered again, from its first part, by the next iteration."""

@@ -40,7 +40,7 @@ class PrivateModule(nn.Module):
                 " Train the model that make_private returned; call eval() on the copy to evaluate it"
             )
         outputs = _uncompiled(session.run)(args, kwargs)
-        return watched_outputs(outputs, session.look_at_loss if session.looks_now else None)
+        return watched_outputs(outputs, session.tape if session.looks_now else None)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.engine.replay import LossTape
 from dpis.engine.session import MisuseError
 from dpis.gradients import CouplingError, batches
 
@@ -20,21 +21,20 @@ _WEIGHTED = {
 }
 
 
-Look = Callable[[Tensor], None]
-
 _MARK = "_output_of_a_private_model"
 
 
 class WatchedOutput(Tensor):
     """A tensor as any other, until a loss is made of it that couples records.
 
-    Whatever is computed from it with a gradient is watched too; what has none (``loss.detach()``) is a plain tensor.
+    Whatever is computed from it with a gradient is watched too; what has none (``loss.detach()``) is a plain tensor,
+    unless there is a tape: then it is watched until the step.
 
     Attributes:
-        before_backward: looks at a loss before it is differentiated; None: nobody does.
+        tape: writes down what is done with it, and looks at a loss before it is differentiated; None: nobody does.
     """
 
-    before_backward: Look | None = None
+    tape: LossTape | None = None
 
     @classmethod
     def __torch_function__(
@@ -45,50 +45,57 @@ class WatchedOutput(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at the call, then let it happen."""
+        kwargs = kwargs or {}
         if function in _WEIGHTED:
-            _refuse_batch_wide_mean(function, args, kwargs or {})
-        if torch.is_grad_enabled():
-            _refuse_strangers((args, kwargs or {}))
-        look = next((look for look in map(_look_of, batches.tensors(args)) if look), None)
-        if function is Tensor.backward and look is not None:
-            look(args[0].as_subclass(Tensor))
-        result = super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            _refuse_batch_wide_mean(function, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            for written in (args[0] if args else None, (kwargs or {}).get("out")):
-                _watch_from_now_on(written, look)
+            given = list(batches.tensors((args, kwargs)))
+            if torch.is_grad_enabled():
+                _refuse_strangers(given)
+            tape = next((tape for tape in map(_tape_of, given) if tape), None)
+            if function is Tensor.backward and tape is not None:
+                tape.look(tape, args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
+            call = None if tape is None else tape.before(function, args, kwargs)
+        result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            for written in (args[0] if args else None, kwargs.get("out")):
+                _watch_from_now_on(written, tape)
             if isinstance(result, WatchedOutput):
-                return _passed_on(result, look)
-            if isinstance(result, tuple | list):
-                return batches.apply(lambda tensor: _passed_on(tensor, look), result)
+                result = _passed_on(result, tape)
+            elif isinstance(result, tuple | list):
+                result = batches.apply(lambda tensor: _passed_on(tensor, tape), result)
+            if tape is not None and call is not None:
+                tape.after(call, result)
         return result
 
 
-def _look_of(tensor: Tensor) -> Look | None:
-    return tensor.before_backward if isinstance(tensor, WatchedOutput) else None
+def _tape_of(tensor: Tensor) -> LossTape | None:
+    tape = tensor.tape if isinstance(tensor, WatchedOutput) else None
+    return tape if tape is not None and tape.open else None
 
 
-def _watch_from_now_on(written: object, look: Look | None) -> None:
+def _watch_from_now_on(written: object, tape: LossTape | None) -> None:
     """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too."""
     if type(written) is Tensor and written.requires_grad and not written.is_leaf:
         written.__class__ = WatchedOutput
-        written.before_backward = look  # type: ignore[attr-defined]
+        written.tape = tape  # type: ignore[attr-defined]
 
 
-def _passed_on(tensor: Tensor, look: Look | None) -> Tensor:
+def _passed_on(tensor: Tensor, tape: LossTape | None) -> Tensor:
     if not isinstance(tensor, WatchedOutput):
         return tensor
-    if not tensor.requires_grad:
+    if not tensor.requires_grad and tape is None:
         return tensor.as_subclass(Tensor)
-    tensor.before_backward = look
+    tensor.tape = tape
     return tensor
 
 
-def watched_outputs(outputs: Any, before_backward: Look | None = None) -> Any:
+def watched_outputs(outputs: Any, tape: LossTape | None = None) -> Any:
     """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
 
     Args:
         outputs: of the model.
-        before_backward: to look at a loss of theirs before it is differentiated.
+        tape: to write down what is made of them.
     """
 
     def watched(tensor: Tensor) -> Tensor:
@@ -96,15 +103,19 @@ def watched_outputs(outputs: Any, before_backward: Look | None = None) -> Any:
             return tensor
         setattr(tensor, _MARK, True)
         copy = tensor.clone().as_subclass(WatchedOutput)
-        copy.before_backward = before_backward
+        copy.tape = tape
+        if tape is not None:
+            tape.begin(copy, tensor)
         return copy
 
     return batches.apply(watched, outputs)
 
 
-def _refuse_strangers(given: Any) -> None:
+def _refuse_strangers(given: Sequence[Tensor]) -> None:
     """What is trained beside the model sees records without noise, and shows them to the model in the next step."""
-    for tensor in batches.tensors(given):
+    if not any(isinstance(tensor, WatchedOutput) and tensor.requires_grad for tensor in given):
+        return
+    for tensor in given:
         if not isinstance(tensor, WatchedOutput) and tensor.requires_grad and _trained(tensor):
             raise MisuseError(
                 "a tensor that requires a gradient was combined with outputs of the private model: a head, a loss with "

@@ -287,13 +287,11 @@ class PrivacyEngine:
             module_state_dict_kwargs: for ``module.state_dict``.
         """
         session = self._opened()
-        mechanism = session.mechanism.state_dict()
-        mechanism["draws"] += session.draws_ahead  # their coins are never used again
         state = {
             "plan": self._fingerprint(session),
             "seed": self._key.seed,
             "events": self.accountant.journal.state_dict(),
-            "mechanism": mechanism,
+            "mechanism": session.mechanism.state_dict(),
             "torch_random": torch.get_rng_state(),
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
             "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from dpis.engine.blank import empty_outputs
-from dpis.engine.coupling import refuse_coupled_loss
+from dpis.engine.coupling import LossProbe, factor_of
 from dpis.engine.delivered import Delivered
+from dpis.engine.replay import LossTape
 from dpis.engine.trials import PaddingTrials
 from dpis.errors import DpisError
 from dpis.gradients import batches
@@ -20,8 +23,10 @@ from dpis.gradients.looks import time_to_look
 from dpis.mechanism import Mechanism
 from dpis.mechanism.sums import GradientSum
 from dpis.sampling import Draw
+from dpis.training.chance import chance_of, seeded_generators
+from dpis.training.fetching import Places
 from dpis.training.padding import PaddedOtherwise
-from dpis.training.state import ModelState
+from dpis.training.state import ModelState, unwritten
 
 
 class MisuseError(DpisError, RuntimeError):
@@ -73,6 +78,8 @@ class Session:
         self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
         self._trials = PaddingTrials(gradients)
+        self._probe = LossProbe()
+        self._tape: LossTape | None = None
         self._sum: GradientSum | None = None
         self._state: ModelState | None = None  # at the first forward pass of the step
         self._template: Any = None
@@ -95,16 +102,15 @@ class Session:
     def begin_iteration(self) -> object:
         """A new pass over the loader is a new epoch; what was left of the last one is given up.
 
-        If nothing was released in it (somebody only looked at a batch), the epoch begins again with fresh coins.
+        Draws that were not released are delivered again, before any other: whoever could have a new one by leaving the
+        loop would choose who is sampled. If nothing was released in the last epoch, it begins again.
 
         Returns:
             What tells this iteration from every other.
         """
         self._require_open()
         self._forget()
-        if self.mechanism.steps_left == self.mechanism.plan.workload.steps_per_epoch:
-            self.mechanism.give_up_draws()
-        else:
+        if self.mechanism.steps_left != self.mechanism.plan.workload.steps_per_epoch:
             self.mechanism.abandon_epoch()
             self.mechanism.begin_epoch(_no_full_pass)
         self._iteration = object()
@@ -119,21 +125,23 @@ class Session:
         return self._draw_batches(self._iteration, most)
 
     def _draw_batches(self, iteration: object | None, most: int | None) -> Iterator[list[int]]:
-        for _ in range(self.mechanism.steps_left):
+        if iteration is None:
+            raise MisuseError(
+                "the draws of a private loader were taken past it, as a loader does that was rebuilt from its batch "
+                "sampler: what it delivers would be trained without being accounted for. Iterate the loader that "
+                "make_private returned"
+            )
+        first, waiting = self.mechanism.step, self.mechanism.waiting_draws
+        for number in range(self.mechanism.steps_left):
             self._require_current(iteration)
-            draw = self.mechanism.draw_ahead()
+            draw = waiting[number] if number < len(waiting) else self.mechanism.draw_ahead()
+            items = chance_of(self.mechanism.chance("items", first + number))
             indices = draw.indices.tolist()
             size = most or max(1, len(indices))
             for start in range(0, max(1, len(indices)), size):
                 part = indices[start : start + size]
                 self._ahead.append(PhysicalBatch(draw, part, start + size >= len(indices)))
-                yield part
-
-    @property
-    def draws_ahead(self) -> int:
-        """How many draws wait for their release."""
-        waiting = {id(batch.draw) for batch in self._ahead}
-        return len(waiting | ({id(self._sum.draw)} if self._sum is not None else set()))
+                yield Places(part, items, start)
 
     def deliver(
         self, iteration: object, batch: Any, padded_otherwise: Sequence[PaddedOtherwise]
@@ -170,13 +178,9 @@ class Session:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's outputs for a batch, or a part of it, open to gradients."""
         self._require_open()
-        if self._current is None or self._sum is None:
-            raise MisuseError(
-                "the model was trained on a batch that did not come from the private loader: it was not sampled by "
-                "independent coins, so no amplification can be claimed. Take batches from the loader that make_private "
-                "returned; to evaluate, call model.eval() or use torch.no_grad()"
-            )
         self._require_unchanged()
+        if self._current is None or self._sum is None:
+            return self._look(args, kwargs)
         inputs = list(batches.tensors((args, dict(kwargs))))
         if any(tensor.requires_grad for tensor in inputs):
             raise MisuseError(
@@ -187,7 +191,8 @@ class Session:
         if not self._current.indices:
             if inputs and all(tensor.numel() for tensor in inputs):
                 self._require_rows(1)
-            return empty_outputs(self.gradients.module, args, kwargs, self._template)
+            with self._masks(0):
+                return empty_outputs(self.gradients.module, args, kwargs, self._template)
         if self._mean and any(not passed.backward_done for passed in self._passes):
             raise MisuseError(
                 "the model was run on a second part of the batch before backward of the first: a mean over both would "
@@ -199,7 +204,8 @@ class Session:
         self._require_delivered(inputs, start)
         if self._state is None:
             self._state = ModelState(self.gradients.module, closely=self.looks_now)
-        passed = self.gradients.run(args, kwargs)
+        with self._masks(before):
+            passed = self.gradients.run(args, kwargs)
         self._state.check_unwritten()
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
@@ -208,6 +214,15 @@ class Session:
         self._trials.prepare(passed, inputs_now, start, self._delivered, self._padded_otherwise)
         self._forwards += 1
         return passed.outputs
+
+    def _masks(self, start: int) -> AbstractContextManager[None]:
+        """Dropout of the rows from this one on: a function of key, step and place, the same if they are run again."""
+        return seeded_generators(self.mechanism.chance(f"model:{start}", self.mechanism.step))
+
+    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The outputs for rows that nobody drew: they can be looked at. Gradients of theirs are refused on arrival."""
+        with unwritten(self.gradients.module):
+            return self.gradients.module(*args, **kwargs)
 
     def _require_delivered(self, inputs: list[Tensor], start: int) -> None:
         if self._as_delivered and self._delivered.contradicts(inputs, start):
@@ -244,9 +259,36 @@ class Session:
         """Whether to look at the loss of the last forward pass: at the 1st, 2nd, 4th, 8th, ..."""
         return time_to_look(self._forwards)
 
-    def look_at_loss(self, loss: Tensor) -> None:
-        """Before it is differentiated."""
-        refuse_coupled_loss(loss, self._passes)
+    @property
+    def tape(self) -> LossTape:
+        """Where to write down what is made of the outputs of this step."""
+        if self._tape is None:
+            self._tape = LossTape(self._look_at_loss)
+        return self._tape
+
+    def _look_at_loss(self, tape: LossTape, loss: Tensor, gradient: Tensor | None) -> None:
+        self._refuse_scaled_part(loss)
+        self._probe.refuse_coupled(loss, gradient, self._passes, tape)
+
+    def _refuse_scaled_part(self, loss: Tensor) -> None:
+        """The mean over a part counts as it is: a share of the batch on top of it would be taken for a weight."""
+        whole = 0 if self._current is None else len(self._current.indices)
+        rows = sum(passed.rows for passed in self._passes if not passed.backward_done)
+        if not self._mean or not 0 < rows < whole:
+            return
+        shares = rows / whole, 1 / -(-whole // rows)
+        if any(math.isclose(factor_of(loss), share, rel_tol=1e-5) for share in shares):
+            raise MisuseError(
+                "the loss of a part of the batch was scaled by the part's share of it: the update would be as many "
+                "times too small as there are parts, since parts add up to the mean over the batch by themselves, and "
+                "how many records were drawn is private. Call backward on the plain mean over each part; or give the "
+                "loader to BatchMemoryManager, which makes the parts"
+            )
+
+    def _close_tape(self) -> None:
+        if self._tape is not None:
+            self._tape.close()
+        self._tape = None
 
     # ── the optimizer's side ─────────────────────────────────────────────────────────────────────────
 
@@ -277,6 +319,7 @@ class Session:
             tape = passed.tape(float(passed.rows) if self._mean else 1.0)
             self._sum.add(self._taped, tape, None)
         self._passes = []
+        self._close_tape()
 
     def release(self) -> dict[str, Tensor] | None:
         """The noisy gradient of this step; None, while parts of the draw are to come."""
@@ -313,6 +356,7 @@ class Session:
 
     def _forget_draw(self) -> None:
         self._drop(self._passes)
+        self._close_tape()
         self._state = None
         self._expected = 0
         self._current = self._sum = None
@@ -349,9 +393,11 @@ def _refuse_copy() -> NoReturn:
 def _refuse_gradient(parameter: Tensor) -> None:
     parameter.grad = None
     raise MisuseError(
-        "a gradient arrived at a parameter past the private model: it is neither clipped nor noised, so a step with it "
-        "would not be private. Call the model that make_private returned, in training mode (model.train()), and "
-        "leave penalties on weights to the optimizer's weight_decay. For gradients of inputs use torch.autograd.grad"
+        "a gradient arrived at a parameter past the private model, or from a batch that did not come from the private "
+        "loader: it is neither clipped nor noised, and nobody was sampled by coins, so a step with it would "
+        "not be private. Call the model that make_private returned, in training mode (model.train()), on batches of "
+        "the loader that make_private returned, and leave penalties on weights to the optimizer's weight_decay. To "
+        "evaluate use torch.no_grad(); for gradients of inputs use torch.autograd.grad"
     )
 
 

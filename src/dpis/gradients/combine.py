@@ -14,7 +14,15 @@ from dpis.gradients.aligned import product
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.base import Kept
 from dpis.gradients.factors.outer import smallest
-from dpis.gradients.factors.squares import where_terms_cancel
+from dpis.gradients.factors.squares import (
+    LARGEST_LOSS,
+    MOST_CANCELLED,
+    lost_in,
+    made_anew,
+    too_small,
+    where_terms_cancel,
+)
+from dpis.gradients.factors.sums import widest
 
 
 @dataclass(frozen=True)
@@ -74,10 +82,22 @@ class Sum(Factor):
 
     def squared_norms(self) -> Tensor:
         """Squares and cross terms, explicit where they cancel."""
+        found, doubtful = self._squares()
+        if not bool(doubtful.any()):
+            return found
+        return made_anew(found, doubtful, lambda some: self.select(some).double()._squares()[0])
+
+    def _squares(self) -> tuple[Tensor, Tensor]:
+        """The squared norms, and where cross terms may lack too much of them in float32."""
         squares = reduce(torch.add, (term.squared_norms() for term in self.terms))
-        cross = [inner_products(a, b) for a, b in combinations(self.terms, 2)]
-        total = squares + 2 * reduce(torch.add, cross)
-        return where_terms_cancel(total, squares, lambda: Dense(self.explicit()).squared_norms())
+        pairs = [inner_products(a, b) for a, b in combinations(self.terms, 2)]
+        cross, lost = (reduce(torch.add, each) for each in zip(*pairs, strict=True))
+        total = squares + 2 * cross
+        least = lost * (MOST_CANCELLED / LARGEST_LOSS)
+        doubtful = (too_small(squares, least) & (squares != 0)) | ~total.isfinite()
+        sure = squares.masked_fill(doubtful, 0.0)
+        explicit = lambda: Dense(self.explicit()).squared_norms()  # noqa: E731
+        return where_terms_cancel(total, sure, explicit), doubtful
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The terms' sums, added up."""
@@ -95,17 +115,24 @@ class Sum(Factor):
         """Term by term."""
         return Sum(tuple(term.select(kept) for term in self.terms))
 
+    def double(self) -> Sum:
+        """Term by term."""
+        return Sum(tuple(term.double() for term in self.terms))
 
-def inner_products(a: Factor, b: Factor) -> Tensor:
-    """``<A_i, B_i>`` for every record."""
+
+def inner_products(a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
+    """``<A_i, B_i>`` for every record, and what it may lack because numbers were too small, in float64."""
     if isinstance(a, Lookup) and isinstance(b, Outer):
         return inner_products(b, a)
     if isinstance(a, Outer) and isinstance(b, Lookup):
         # Σ_{l,m} g_l[index_m] <x_l, e_m>: never a table a record
         L = a.inputs.shape[1]
         picked = a.output_grads.gather(2, b.indices[:, None, :].expand(-1, L, -1))
-        return (picked * product(a.inputs, b.output_grads.mT)).sum((1, 2))
-    return (a.explicit() * b.explicit()).reshape(a.records, -1).sum(1)
+        inner = (picked * product(a.inputs, b.output_grads.mT)).sum((1, 2)).double()
+        most = picked.abs().amax((1, 2)).double()
+        return inner, (most * a.inputs.shape[2] + 1) * lost_in(L * b.indices.shape[1])
+    inner = (a.explicit().double() * b.explicit().double()).reshape(a.records, -1).sum(1)
+    return inner, torch.zeros_like(inner)
 
 
 def join(a: Factor, b: Factor) -> Factor:
@@ -161,7 +188,7 @@ def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> T
     sums = [part.factor.weighted_sum(weights) for part in parts]
     if len(parts) == 1 and parts[0].place == Place.of(parameter, parameter):
         return sums[0].view(parameter.shape)
-    total = torch.zeros_like(parameter, dtype=sums[0].dtype)
+    total = torch.zeros_like(parameter, dtype=widest(sums))
     for part, part_sum in zip(parts, sums, strict=True):
         part.place.look(total).copy_(part_sum)
     return total

@@ -174,9 +174,9 @@ class DeferredGradients:
             raise InputError("the model returns no tensor that depends on its trainable parameters")
         values = torch.zeros(rows, device=opened[0].device)
         for number, tensor in enumerate(opened):
-            by_row = tensor.movedim(self._dim_of_rows(tensor, rows, number), 0).flatten(1)
+            by_row = tensor.movedim(self._dim_of_rows(tensor, rows, number), 0).reshape(rows, -1)
             if directions:
-                direction = directions[number].flatten(1)
+                direction = directions[number].reshape(rows, -1)
             else:
                 size = max(1, by_row.shape[1])
                 direction = (torch.linspace(0.5, 1.5, size) * (1 + number)).expand(rows, size)

@@ -159,7 +159,8 @@ class LedgerJournal(Journal):
             self._writer.finish(model_sha256)
         elif self._model_sha256 != model_sha256:
             raise LedgerError(
-                "the ledger was closed over another model: this one must not be released"
+                "the ledger was closed over another model: this one must not be released, and was not. What is "
+                "resumed is not what was finished: put back its checkpoint and the code of its model"
             )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -27,8 +28,8 @@ from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
 from dpis.mechanism.sums import GradientSum, SumsGradients
 from dpis.mechanism.terms import Terms, adaptive_terms, predeclared_terms
-from dpis.noise import add_noise, on_grid
-from dpis.randomness import Key
+from dpis.noise import add_noise
+from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
 
 APPLIED_NOISE = 1.001
@@ -61,6 +62,7 @@ class Mechanism:
     def __init__(
         self, plan: Plan, population: int, key: Key, journal: Journal, *, ahead: bool = True
     ) -> None:
+        require_one_process()
         config = plan.config
         self.plan = plan
         self.clip_norm = config.clip_norm
@@ -130,7 +132,7 @@ class Mechanism:
         self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
         stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
-        return on_grid(add_noise({label: value}, std, stream)[label], std)
+        return add_noise({label: value}, std, stream)[label]
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,19 +169,25 @@ class Mechanism:
         return 0 if self.terms is None else self.terms.epoch
 
     def abandon_epoch(self) -> None:
-        """Give up the steps that are left. Coins that were drawn for them are never used again.
+        """Give up the steps that are left. Draws that wait for their release wait on: nobody draws twice for one step.
 
-        Where the terms of epochs differ, the steps are spent all the same, so that the plan is followed in its order.
+        Where the terms of epochs differ, the steps are spent all the same, so that the plan is followed in its order;
+        then the draws are paid for, and their coins are never used again.
         """
         in_order = self._ahead or self.plan.same_terms_throughout
         if self.terms is not None and not in_order:
             self._spend([self.terms.entry] * self.steps_left)
+            self._outstanding.clear()
         self.steps_left = 0
-        self.give_up_draws()
 
-    def give_up_draws(self) -> None:
-        """Forget draws that wait for their releases. Their coins are never used again."""
-        self._outstanding.clear()
+    @property
+    def waiting_draws(self) -> tuple[Draw, ...]:
+        """Draws that were made and not released, oldest first: they are delivered again until they are (rule 26)."""
+        return tuple(self._outstanding)
+
+    def chance(self, purpose: str, step: int) -> Stream:
+        """What is random about the records of a step beside coins and noise: masks, transforms (rule 23)."""
+        return self._key.stream(f"chance:{purpose}", step)
 
     def end_epoch(self) -> None:
         """Adapt the clip norm for the next epoch, where that was asked for."""
@@ -338,7 +346,8 @@ class Mechanism:
         """The hidden state. A secret: it holds a norm of every record."""
         return {
             "step": self.step,
-            "draws": self._draws - len(self._outstanding),
+            "draws": self._draws,
+            "waiting": [(draw.indices, draw.importance) for draw in self._outstanding],
             "steps_left": self.steps_left,
             "clip_norm": self.clip_norm,
             "update_scale": self.update_scale,
@@ -358,5 +367,23 @@ class Mechanism:
         self._spent = Counter({event_from_json(event): n for event, n in state["spent"]})
         self._used = {Occasion(purpose, epoch) for purpose, epoch in state["used"]}
         self._draws = state["draws"]
-        self._outstanding.clear()
+        self._outstanding = deque(Draw(*parts) for parts in state["waiting"])
         self.sampler.load_state_dict(state["sampler"])
+
+
+def require_one_process() -> None:
+    """Every process would draw and noise by itself: as many models, each of which claims to be the only one.
+
+    Raises:
+        InputError: if a process group has several ranks, or the environment says so.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "")
+    found = int(ranks) if ranks.isdecimal() else 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found = max(found, torch.distributed.get_world_size())
+    if found > 1:
+        raise InputError(
+            f"one process is required, found {found} (a process group, or WORLD_SIZE): each would draw records and "
+            "add noise by itself, and what they release together would cost more than any of them reports. Train in "
+            "one process, without torchrun; if this is one, unset WORLD_SIZE. Nothing was released"
+        )

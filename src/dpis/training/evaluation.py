@@ -118,8 +118,20 @@ class Evaluation:
             )
 
 
-def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> Evaluation:
-    """Every metric over all held-out rows."""
+def evaluate(
+    module: nn.Module,
+    held_out: HeldOut,
+    device: torch.device,
+    see: Callable[[Any], object] = lambda batch: None,
+) -> Evaluation:
+    """Every metric over all held-out rows.
+
+    Args:
+        module: what is measured.
+        held_out: on what.
+        device: where.
+        see: is shown every batch before anything else.
+    """
     totals = dict.fromkeys(held_out.metrics, 0.0)
     rows = 0
     with evaluating(module):
@@ -129,6 +141,7 @@ def evaluate(module: nn.Module, held_out: HeldOut, device: torch.device) -> Eval
                     f"held-out batches must be (input, ..., target), found {type(batch).__name__}: metrics compare the "
                     "model's output with the target. Leave held_out out and measure the released model yourself"
                 )
+            see(batch)
             require_numbers(batches.tensors(batch))
             *inputs, target = batches.apply(lambda tensor: tensor.to(device), batch)
             output = module(*inputs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.utils.data import Dataset, Subset
@@ -10,7 +11,8 @@ from torch.utils.data import Dataset, Subset
 from dpis.errors import InputError
 from dpis.gradients import CouplingError
 from dpis.gradients.looks import time_to_look
-from dpis.training.chance import GeneratorStates
+from dpis.randomness import Stream
+from dpis.training.chance import ItemChance, seeded_generators
 from dpis.training.collation import Chance, differ
 
 Fetch = Callable[[list[int]], Sequence[Any]]
@@ -71,11 +73,48 @@ class FetchProbe:
             raise CouplingError(_COUPLES)
 
 
-class WatchedItems(Dataset[Any]):
-    """A data set with ``__getitems__`` in a loader, tried out now and then; in all else the data set itself."""
+class Places(list[int]):
+    """The places of a physical batch, on their way to the process that makes its items.
+
+    Attributes:
+        chance: secret bytes of the step, for what is random about its items.
+        start: the first of these places in the draw.
+    """
+
+    def __init__(self, places: Iterable[int] = (), chance: bytes = b"", start: int = 0) -> None:
+        super().__init__(places)
+        self.chance, self.start = chance, start
+
+    def seeded(self, purpose: str) -> AbstractContextManager[None]:
+        """Random numbers for what is made of all items at once: the same each time they are asked for."""
+        return seeded_generators(Stream.derived(self.chance, f"{purpose}:{self.start}".encode()))
+
+
+class Items(list[Any]):
+    """The items of these places, on their way to the collate function.
+
+    Attributes:
+        places: whose they are.
+    """
+
+    def __init__(self, items: Iterable[Any], places: Places) -> None:
+        super().__init__(items)
+        self.places = places
+
+
+class SeededItems(Dataset[Any]):
+    """The user's data set in a private loader: what is random about items comes from the step; else it is itself.
+
+    Items are made one by one, or at once where the data set can do that; then it is tried out now and then.
+    """
 
     def __init__(self, dataset: Any) -> None:
-        self.__dict__.update(_dataset=dataset, _probe=FetchProbe(dataset.__getitems__))
+        at_once = fetches_at_once(dataset)
+        self.__dict__.update(
+            _dataset=dataset,
+            _probe=FetchProbe(dataset.__getitems__) if at_once else None,
+            _one_by_one=ItemChance(dataset.__getitem__),
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -83,13 +122,15 @@ class WatchedItems(Dataset[Any]):
     def __getitem__(self, place: Any) -> Any:
         return self._dataset[place]
 
-    def __getitems__(self, places: list[int]) -> Sequence[Any]:
+    def __getitems__(self, places: Places) -> Items:
         if not places:
-            return []
-        chance = GeneratorStates.now()
-        items: Sequence[Any] = self._dataset.__getitems__(places)
-        self._probe.look(places, items, chance.again)
-        return items
+            return Items([], places)
+        if self._probe is None:
+            return Items(self._one_by_one.items(places, places.chance), places)
+        with places.seeded("items"):
+            items: Sequence[Any] = self._dataset.__getitems__(list(places))
+        self._probe.look(places, items, lambda: places.seeded("items"))
+        return Items(items, places)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # while it is unpickled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,25 +20,61 @@ def write_whole(path: Path, contents: bytes | memoryview, mode: int = PUBLIC) ->
     Raises:
         InputError: the disk is full or the folder cannot be written; the old file is untouched.
     """
-    unfinished = _unfinished(path)
-    try:
+    with Replacement(path, contents, mode) as new:
+        new.put_in_place()
+
+
+class Replacement:
+    """A new file that is whole and on the disk, beside the one that it may replace; gone if the ``with`` fails.
+
+    Args:
+        path: of the file to replace, or that is to be.
+        contents: of the new one.
+        mode: of the new one.
+
+    Raises:
+        InputError: the disk is full or the folder cannot be written; the old file is untouched.
+    """
+
+    def __init__(self, path: Path, contents: bytes | memoryview, mode: int = PUBLIC) -> None:
+        self.path, self._new = path, _unfinished(path)
+        with self._plainly_refused():
+            try:
+                self._new.unlink(missing_ok=True)  # of a process that was killed
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                with open(os.open(self._new, flags, mode), "wb") as file:
+                    file.write(contents)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except BaseException:
+                self._remove()
+                raise
+
+    def put_in_place(self) -> None:
+        """Replace the old file, at once."""
+        with self._plainly_refused():
+            os.replace(self._new, self.path)
+            _sync_folder(self.path.parent)
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self._new.unlink()
+
+    @contextlib.contextmanager
+    def _plainly_refused(self) -> Iterator[None]:
         try:
-            unfinished.unlink(missing_ok=True)  # of a process that was killed
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(os.open(unfinished, flags, mode), "wb") as file:
-                file.write(contents)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-        _sync_folder(path.parent)
-    except OSError as error:
-        raise InputError(
-            f"cannot write {path}: {error.strerror or error}. What was there before is untouched"
-        ) from None
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror or error}. What was there before is untouched"
+            ) from None
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._remove()
 
 
 def _unfinished(path: Path) -> Path:

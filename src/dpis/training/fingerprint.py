@@ -16,19 +16,41 @@ from dpis.training.records import Records
 from dpis.training.tensors import flattened
 
 
+class Fingerprint:
+    """A hash of what it is shown, in its order. Without the key it says nothing.
+
+    Args:
+        key: the run's secret.
+        purpose: of what; fingerprints of other things have a key of their own.
+    """
+
+    def __init__(self, key: Key, purpose: str = "fingerprint-key") -> None:
+        secret = key.stream(purpose, 0).bytes(64)
+        self._digest = hashlib.blake2b(key=secret, digest_size=32)
+
+    def add(self, value: Any) -> None:
+        """Take in one thing more."""
+        _update(self._digest, value)
+
+    @property
+    def text(self) -> str:
+        """Of everything so far."""
+        return self._digest.hexdigest()
+
+
 def fingerprint(records: Records, key: Key) -> str:
     """Of every row and its order, and of who owns it.
 
     The same noise on other data would cancel in the difference, so a run goes on only over the data it
-    began with. Without the key the hash says nothing.
+    began with.
     """
-    digest = hashlib.blake2b(key=key.stream("fingerprint-key", 0).bytes(64), digest_size=32)
-    _update(digest, len(records))
+    seen = Fingerprint(key)
+    seen.add(len(records))
     for rows in records.raw_rows(key):
-        _update(digest, rows)
+        seen.add(rows)
     if records.user_ids is not None:
-        _update(digest, [str(user) for user in records.user_ids])
-    return digest.hexdigest()
+        seen.add([str(user) for user in records.user_ids])
+    return seen.text
 
 
 def _update(digest: hashlib.blake2b, value: Any) -> None:

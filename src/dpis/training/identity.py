@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpis.training.code import class_code, function_code, name_of
 from dpis.training.task import Task
@@ -103,14 +104,55 @@ def described_optimizer(optimizer: Optimizer) -> str:
         settings = {name: value for name, value in group.items() if name != "params"}
         settings["lr"] = group.get("initial_lr", group.get("lr"))
         groups.append({**settings, "params": len(group["params"])})
-    return f"{type(optimizer).__qualname__}{_code(type(optimizer), {})} {described(groups)}"
+    hooks = _hooks(optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return (
+        f"{type(optimizer).__qualname__}{_code(type(optimizer), {})} {described([groups, hooks])}"
+    )
+
+
+def described_scheduler(scheduler: LRScheduler | ReduceLROnPlateau | None) -> str:
+    """Its kind, its state, and the functions that it and its parts hold: these are not in its state."""
+    if scheduler is None:
+        return described(None)
+    state = {name: v for name, v in scheduler.state_dict().items() if not _calls(v)}
+    held = {name: _within(value) for name, value in vars(scheduler).items() if _calls(value)}
+    return described([type(scheduler), state, held])
+
+
+def _within(value: Any) -> Any:
+    """A function, a scheduler as a text, or several."""
+    if isinstance(value, list | tuple):
+        return [_within(part) for part in value]
+    return described_scheduler(value) if isinstance(value, LRScheduler) else value
+
+
+def _calls(value: Any) -> bool:
+    """Whether a scheduler asks it, or one of several: not the optimizer that all of them step."""
+    if isinstance(value, list | tuple):
+        return any(map(_calls, value))
+    return isinstance(value, LRScheduler) or callable(value)
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
     own = {name: v for name, v in vars(layer).items() if _is_plain(v) and name != "training"}
     if "forward" in vars(layer):
         own["forward"] = described(vars(layer)["forward"])
+    if hooks := _hooks(layer, *_LAYER_HOOKS):
+        own["hooks"] = described(hooks)
     return {"": f"{type(layer).__qualname__}{_code(type(layer), {})}", **own}
+
+
+_LAYER_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def _hooks(owner: nn.Module | Optimizer, *kinds: str) -> list[Any]:
+    """What is called around a layer or a step of an optimizer."""
+    return [hook for kind in kinds for hook in getattr(owner, kind).values()]
 
 
 def _is_plain(value: object) -> bool:
@@ -132,16 +174,13 @@ def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
     """What must not change between a run and its continuation, beside the data."""
     records = task.records
     names = [name for name, layer in task.model.named_modules() if layer in asleep]
-    scheduler = None if task.scheduler is None else task.scheduler.state_dict()
-    rates = getattr(task.scheduler, "lr_lambdas", [])  # functions are not in its state
+    held_out = task.held_out
     return {
         "the model": described_model(task.model),
         "its layers in evaluation mode": described(names),
         "the loss": described(task.loss if task.objective is None else task.objective),
         "the optimizer": described_optimizer(task.optimizer),
-        "the scheduler": described(
-            [type(task.scheduler), task.scheduler_interval, scheduler, *rates]
-        ),
+        "the scheduler": f"{task.scheduler_interval} {described_scheduler(task.scheduler)}",
         "the moving average": described(task.average and task.average.decay),
         "the rows of a record": described(
             [records.max_rows_per_user, records.views, records.augmentations]
@@ -150,4 +189,6 @@ def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
         "the collate function": described(records.collate_fn),
         "the physical batch": described(task.physical_batch),
         "the early stop": repr(task.early_stop),
+        "the held-out metrics": described(held_out and held_out.metrics),
+        "the collate function of held-out data": described(held_out and held_out.collate_fn),
     }

@@ -14,7 +14,6 @@ from safetensors.torch import save
 from torch import nn
 
 from dpis.errors import InputError
-from dpis.training.files import write_whole
 
 METADATA_KEY = "dpis"
 
@@ -123,12 +122,12 @@ def _built(node: ast.expr) -> nn.Module:
     return module
 
 
-def save_model(path: Path, module: nn.Module, card: ModelCard) -> None:
-    """Write weights and card; the same weights and card give the same bytes."""
+def model_bytes(module: nn.Module, card: ModelCard) -> bytes:
+    """The file of weights and card; the same weights and card give the same bytes."""
     state = module.state_dict()
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     text = json.dumps(card.__dict__, sort_keys=True)
-    write_whole(path, save(weights, metadata={METADATA_KEY: text}))
+    return bytes(save(weights, metadata={METADATA_KEY: text}))
 
 
 def load_card(path: Path) -> ModelCard:

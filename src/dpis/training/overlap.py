@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from dpis.errors import InputError
 from dpis.training.records import tensors_of
 
 Places = npt.NDArray[np.int64]
@@ -28,6 +29,29 @@ def share_rows(one: Any, other: Any) -> bool:
         True
     """
     return any(a.shares_rows(b) for a in _sources(one) for b in _sources(other))
+
+
+def refuse_rows_named_twice(dataset: Any) -> None:
+    """One row under several indices is several records, each drawn by itself: the claim would not hold for its owner.
+
+    Raises:
+        InputError: if a `Subset` or `ConcatDataset` names a row of its data set more than once.
+    """
+    if not isinstance(dataset, Subset | ConcatDataset):
+        return
+    seen: dict[int, list[Places]] = {}
+    for source in _sources(dataset):
+        rows = np.arange(len(source.dataset)) if source.places is None else source.places
+        seen.setdefault(id(source.dataset), []).append(rows)
+    for parts in seen.values():
+        rows = np.concatenate(parts)
+        if len(np.unique(rows)) < len(rows):
+            raise InputError(
+                "every row must be named once: this Subset or ConcatDataset names some of them several times. Each "
+                "time is a record of its own, drawn and clipped by itself, so the claim would not hold for whose row "
+                "it is. Name it once; importance sampling draws hard records more often. Rows of one person belong "
+                "together by dpis.train(user_ids=...)"
+            )
 
 
 @dataclass(frozen=True, eq=False)

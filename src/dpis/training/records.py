@@ -21,7 +21,7 @@ from dpis.gradients import CouplingError, batches
 from dpis.gradients.batches import Batch
 from dpis.gradients.looks import time_to_look
 from dpis.randomness import Key, Stream
-from dpis.training.chance import seeded_generators, torch_generator
+from dpis.training.chance import ItemChance, chance_of, seeded_generators, torch_generator
 from dpis.training.collation import Collate, CollateProbe
 from dpis.training.fetching import FetchProbe, fetches_at_once
 from dpis.training.padding import PaddingProbe
@@ -48,6 +48,25 @@ class Rows:
     batch: Batch
     present: Tensor | None
     padded_otherwise: Sequence[tuple[Batch, Batch]] = ()
+
+
+@dataclass(frozen=True)
+class _Chances:
+    """The random numbers of some records that are fetched together, from their beginning each time they are asked for.
+
+    An item's are its own, whatever it is fetched with; those of a batch go by place.
+    """
+
+    key: Key
+    occasion: str
+    start: int
+    step: int
+
+    def of_items(self) -> Stream:
+        return self.key.stream(f"{self.occasion}items", self.step)
+
+    def of_batch(self) -> Stream:
+        return self.key.stream(f"{self.occasion}batch:{self.start}", self.step)
 
 
 @dataclass(eq=False)
@@ -108,6 +127,7 @@ class Records:
         self._collate_probe = CollateProbe(self.collate_fn)
         self._padding_probe = PaddingProbe(self.collate_fn)
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
+        self._one_by_one = ItemChance(self.dataset.__getitem__)
         self._pairs: list[tuple[Batch, Batch]] = []
         self._augmentations = 0
 
@@ -130,7 +150,7 @@ class Records:
         for start in range(0, len(records), RECORDS_AT_ONCE):
             some = records[start : start + RECORDS_AT_ONCE]
             rows, present = self._rows_of(some, key, f"rows:{start}", step)
-            batch = self._fetch(rows, lambda s=start: key.stream(f"items:{s}", step))  # type: ignore[misc]
+            batch = self._fetch(rows, _Chances(key, "", start, step))
             batch = self._augmented(batch, lambda s=start: key.stream(f"augment:{s}", step))  # type: ignore[misc]
             yield Rows(batch, self._repeated_presence(present), self._taken_pairs())
 
@@ -140,7 +160,7 @@ class Records:
         for start in range(0, len(self), at_once):
             some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
-            batch = self._fetch(rows, lambda s=start: key.stream(f"all-items:{s}", epoch))  # type: ignore[misc]
+            batch = self._fetch(rows, _Chances(key, "all-", start, epoch))
             yield Rows(self._repeated(batch), self._repeated_presence(present), self._taken_pairs())
 
     def raw_rows(self, key: Key) -> Iterator[Any]:
@@ -163,13 +183,14 @@ class Records:
         rows, present = choose_rows(self._users, records, self.max_rows_per_user, coins)
         return rows.reshape(-1), torch.as_tensor(present, device=self.device)
 
-    def _fetch(self, rows: npt.NDArray[np.int64], chance: Callable[[], Stream]) -> Batch:
+    def _fetch(self, rows: npt.NDArray[np.int64], chances: _Chances) -> Batch:
         tensors = tensors_of(self.dataset)
         if tensors and self.collate_fn is default_collate:
             index = torch.from_numpy(rows)
             batch: Batch = tuple(t.index_select(0, index.to(t.device)) for t in tensors)
         else:
-            batch = self._collated_items(self._drawn_items(rows.tolist(), chance), chance)
+            items = self._drawn_items(rows.tolist(), chances)
+            batch = self._collated_items(items, chances.of_batch)
         return self._view_by_view(batches.apply(lambda tensor: tensor.to(self.device), batch))
 
     def _view_by_view(self, batch: Batch) -> Batch:
@@ -220,12 +241,13 @@ class Records:
             if one.shape == other.shape or not self.batch_shaped
         )
 
-    def _drawn_items(self, rows: list[int], chance: Callable[[], Stream]) -> list[Any]:
+    def _drawn_items(self, rows: list[int], chances: _Chances) -> list[Any]:
         """Items of these rows; that a data set which fetches them at once makes each by itself is tried out, too."""
-        with seeded_generators(chance()):
+        if self._fetch_probe is None:
+            return self._one_by_one.items(rows, chance_of(chances.of_items()))
+        with seeded_generators(chances.of_batch()):
             items = self._items(rows)
-        if self._fetch_probe is not None:
-            self._fetch_probe.look(rows, items, lambda: seeded_generators(chance()))
+        self._fetch_probe.look(rows, items, lambda: seeded_generators(chances.of_batch()))
         return items
 
     def _items(self, rows: Sequence[int]) -> list[Any]:
@@ -264,7 +286,7 @@ class Records:
     def _apply_augment(self, batch: Batch, stream: Stream) -> Batch:
         """With a generator of the step's own; the global ones are seeded too, for whoever uses them."""
         assert self.augment is not None
-        generator = torch_generator(stream.bytes(8), self.device)
+        generator = torch_generator(stream, self.device)
         with seeded_generators(stream):
             return self.augment(batch, generator)
 

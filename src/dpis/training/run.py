@@ -20,6 +20,7 @@ from dpis.mechanism import (
     make_plan,
     plan_with_count,
 )
+from dpis.mechanism.mechanism import require_one_process
 from dpis.mechanism.plan import planned_count
 from dpis.randomness import Key
 from dpis.training.checkpoint import load_checkpoint, save_checkpoint
@@ -69,6 +70,7 @@ class Run:
         fresh: bool,
         training: dict[str, Any] | None = None,
     ) -> None:
+        require_one_process()
         self.folder, self.config, self.key, self.options = folder, config, key, options
         self.training, self.fresh = training, fresh
         self._lock = lock

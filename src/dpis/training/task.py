@@ -16,7 +16,7 @@ from dpis.gradients.losses import Loss, Objective
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import HeldOut, Metric
 from dpis.training.model_file import ModelCard
-from dpis.training.overlap import share_rows
+from dpis.training.overlap import refuse_rows_named_twice, share_rows
 from dpis.training.records import Records
 
 
@@ -75,6 +75,8 @@ class Task:
             raise InputError(f"physical batch must be at least 1, found {self.physical_batch}")
         self._check_optimizer()
         self._check_scheduler()
+        if self.records.user_ids is None:
+            refuse_rows_named_twice(self.records.dataset)
         if self.held_out is not None and share_rows(self.held_out.dataset, self.records.dataset):
             raise InputError(
                 "held_out is the training data, or has rows of it: its accuracy would be a private value, published "

@@ -23,11 +23,11 @@ from dpis.mechanism import Terms
 from dpis.sampling import Draw
 from dpis.training.chance import seeded_generators, seeded_torch
 from dpis.training.evaluation import Evaluation, evaluate
-from dpis.training.files import write_whole
-from dpis.training.fingerprint import fingerprint
+from dpis.training.files import Replacement, write_whole
+from dpis.training.fingerprint import Fingerprint, fingerprint
 from dpis.training.identity import identity_of, layers_asleep
 from dpis.training.interrupt import InterruptedRunError, interruptible
-from dpis.training.model_file import describe, loader_source, save_model
+from dpis.training.model_file import describe, loader_source, model_bytes
 from dpis.training.padding import SEES_PADDING
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
@@ -242,17 +242,25 @@ class Trainer:
         elif scheduler is not None:
             scheduler.step()
 
-    def _try_metrics(self) -> None:
-        """A metric that does not fit shows before anything is spent. It looks at the model, and leaves it as it is."""
-        if self.task.held_out is not None:
-            chance = self.run.key.stream("held-out", 0)
-            with seeded_generators(chance), unwritten(self.task.model):
-                self._trial = evaluate(self.task.model, self.task.held_out, self._device)
-                self.task.held_out.require_more()
-            if not self._trial.rows:
-                raise InputError(
-                    "held-out data has no rows: leave held_out out, or give some to measure on"
-                )
+    def _try_metrics(self) -> str | None:
+        """A metric that does not fit shows before anything is spent. It looks at the model, and leaves it as it is.
+
+        Returns:
+            A fingerprint of the held-out data, as they were read here.
+        """
+        held_out = self.task.held_out
+        if held_out is None:
+            return None
+        seen = Fingerprint(self.run.key, "held-out-fingerprint-key")
+        chance = self.run.key.stream("held-out", 0)
+        with seeded_generators(chance), unwritten(self.task.model):
+            self._trial = evaluate(self.task.model, held_out, self._device, seen.add)
+            held_out.require_more()
+        if not self._trial.rows:
+            raise InputError(
+                "held-out data has no rows: leave held_out out, or give some to measure on"
+            )
+        return seen.text
 
     def _measure(self) -> None:
         """Held-out metrics after an epoch, and whether to stop on them."""
@@ -322,15 +330,17 @@ class Trainer:
             identity_of(self.task, self._asleep),
             fingerprint(self.task.records, self.run.key),
         )
-        self._try_metrics()
+        held_out = self._try_metrics()
+        self._identity_saved, self._data, self._held_out = identity, data, held_out
         state = self.run.training
         if state is None:
-            self._identity_saved, self._data = identity, data
             self._save()
             return
         changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
         if state["data"] != data:
             changed.append("the data or its order")
+        if state["held_out"] != held_out:
+            changed.append("the held-out data or its order")
         if changed:
             raise InputError(
                 f"cannot resume {self.run.folder.path}: {' and '.join(changed)} changed since it was interrupted "
@@ -338,7 +348,6 @@ class Trainer:
                 "change). The same noise on something else would cancel in the difference and reveal it. Bring back "
                 "what was, or start anew in another folder"
             )
-        self._identity_saved, self._data = identity, data
         task = self.task
         task.model.load_state_dict(state["model"])
         task.optimizer.load_state_dict(state["optimizer"])
@@ -355,6 +364,7 @@ class Trainer:
             {
                 "identity": self._identity_saved,
                 "data": self._data,
+                "held_out": self._held_out,
                 "model": task.model.state_dict(),
                 "optimizer": task.optimizer.state_dict(),
                 "scheduler": None if task.scheduler is None else task.scheduler.state_dict(),
@@ -367,17 +377,23 @@ class Trainer:
     # ── release ──────────────────────────────────────────────────────────────────────────────────────
 
     def _release(self) -> Result:
-        """Model, then the ledger's end, then the summary: a crash in between is made good by resuming."""
+        """The model beside its place, the ledger's end, then the model into its place and the summary.
+
+        A ledger that was closed over another model refuses before a file is touched. A crash in between is made good
+        by resuming: the same weights give the same bytes.
+        """
         self.run.key.require_home()
         folder, task, progress = self.run.folder, self.task, self._progress
         card = describe(task.model) if task.card is None else task.card
         with self._released_weights():
-            save_model(folder.model, task.model, card)
+            contents = model_bytes(task.model, card)
+        sha256 = hashlib.sha256(contents).hexdigest()
+        with Replacement(folder.model, contents) as model:
+            self.run.finish(sha256)
+            model.put_in_place()
         loader = loader_source(card)
         if loader is not None:
             write_whole(folder.loader, loader.encode())
-        sha256 = hashlib.sha256(folder.model.read_bytes()).hexdigest()
-        self.run.finish(sha256)
         diagnostics = None
         if self.run.options.diagnostics:
             diagnostics = Diagnostics(gradient_evaluations=progress.gradient_evaluations)

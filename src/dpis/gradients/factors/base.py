@@ -35,7 +35,10 @@ class Factor(ABC):
 
     @abstractmethod
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``Σ_i weights_i G_i``, of the parameter's shape. Records of weight zero cost nothing."""
+        """``Σ_i weights_i G_i``, of the parameter's shape. Records of weight zero cost nothing.
+
+        In the precision of the factor, or in float64 where that does not do (see sums.py).
+        """
 
     @abstractmethod
     def explicit(self) -> Tensor:
@@ -48,3 +51,7 @@ class Factor(ABC):
     @abstractmethod
     def select(self, kept: Kept) -> Factor:
         """The records with these indices alone."""
+
+    @abstractmethod
+    def double(self) -> Factor:
+        """The same numbers in float64, which holds the squares of all products of two of them."""

@@ -22,8 +22,9 @@ from dpis.gradients.factors import convolution_kernels as kernels
 from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.convolution_cost import cheaper_by_gram, records_in_cache
 from dpis.gradients.factors.convolution_geometry import Geometry
-from dpis.gradients.factors.selection import chosen, contributing
-from dpis.gradients.factors.squares import where_terms_cancel
+from dpis.gradients.factors.selection import chosen
+from dpis.gradients.factors.squares import from_gram_terms, lost_in
+from dpis.gradients.factors.sums import summed_products
 
 # Something for every record of a convolution with one group, from inputs, output gradients and rows.
 OfOneGroup = Callable[[Tensor, Tensor, int, Geometry], Tensor]
@@ -84,8 +85,11 @@ class Convolution(Factor):
         """From Gram matrices or from gradients that are made in cache and dropped."""
         if not self.by_gram:
             return self._kernel_norms()
-        sums, diagonals = self._summed_over_groups(gram.norms_and_diagonals).unbind(-1)
-        return where_terms_cancel(sums, diagonals, self._kernel_norms)
+        sums, diagonals, largest = self._summed_over_groups(gram.norms_and_diagonals).unbind(-1)
+        outputs, of_output = self.rows * prod(self.output_grads.shape[2:]), prod(self.shape[1:])
+        size = outputs**2 * max(of_output, self.shape[0])
+        lost = (largest + self.geometry.groups) * lost_in(size)
+        return from_gram_terms(self, (sums, diagonals), lost, self.output_grads, self._kernel_norms)
 
     def _kernel_norms(self) -> Tensor:
         return self._summed_over_groups(kernels.squared_norms)
@@ -96,9 +100,11 @@ class Convolution(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One ordinary weight gradient, of output gradients scaled by the weights."""
-        factor, weights = contributing(self, weights)
-        inputs, output_grads = _widened(factor.inputs, factor.output_grads)
-        if factor.records == 0:
+        return summed_products(self, weights, Convolution._block_sum)
+
+    def _block_sum(self, weights: Tensor) -> Tensor:
+        inputs, output_grads = _widened(self.inputs, self.output_grads)
+        if self.records == 0:
             return inputs.new_zeros(self.shape)
         by_row = weights.to(output_grads.dtype).repeat_interleave(self.rows)
         scaled = output_grads * by_row.view(-1, *(1,) * (output_grads.dim() - 1))
@@ -123,6 +129,10 @@ class Convolution(Factor):
         rows = _rows_of(kept, self.rows)
         inputs, output_grads = chosen(self.inputs, rows), chosen(self.output_grads, rows)
         return replace(self, inputs=inputs, output_grads=output_grads)
+
+    def double(self) -> Convolution:
+        """The same in float64."""
+        return replace(self, inputs=self.inputs.double(), output_grads=self.output_grads.double())
 
     def _over_groups(self, of: OfOneGroup) -> Tensor:
         """Apply ``of`` to one-group convolutions: each group of a record is a record of its own.
@@ -183,7 +193,7 @@ def _rows_of(records: Kept, rows: int) -> Kept:
     if rows == 1:
         return records
     if isinstance(records, slice):
-        return slice(records.stop * rows)
+        return slice((records.start or 0) * rows, records.stop * rows)
     return (records.unsqueeze(1) * rows + torch.arange(rows, device=records.device)).flatten()
 
 

@@ -17,12 +17,15 @@ from torch.nn.functional import pad
 
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
 from dpis.gradients.factors.convolution_positions import positions
+from dpis.gradients.factors.outer import largest_on_diagonal
 
 
 def norms_and_diagonals(
     inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry
 ) -> Tensor:
     """``||G_i||²`` of every record, and the terms ``p = p'`` of it, for a convolution with one group.
+
+    The third number is the largest of the inner products on either side: with it, what is lost can be told.
 
     Args:
         inputs: ``[records · rows, channels_in, *spatial]``.
@@ -31,14 +34,16 @@ def norms_and_diagonals(
         geometry: Where the kernel looks.
 
     Returns:
-        Shape ``[records, 2]``.
+        Shape ``[records, 3]``.
     """
     sizes = output_grads.shape[2:]
     seen = sum_over_kernel(inputs, sizes, rows, geometry)
     sent = _gram(output_grads, rows)
-    terms = seen.reshape(sent.shape) * sent
+    seen = seen.reshape(sent.shape)
+    largest = largest_on_diagonal(seen) + largest_on_diagonal(sent)
+    terms = seen * sent
     diagonals = terms.diagonal(dim1=1, dim2=2).sum(dim=1)
-    return torch.stack([terms.flatten(1).sum(dim=1), diagonals], dim=1)
+    return torch.stack([terms.flatten(1).sum(dim=1), diagonals, largest], dim=1)
 
 
 def sum_over_kernel(

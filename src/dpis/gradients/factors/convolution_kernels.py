@@ -19,8 +19,9 @@ from torch.nn.functional import pad
 from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.convolution_geometry import Geometry, Tap
 from dpis.gradients.factors.convolution_positions import positions
-from dpis.gradients.factors.selection import chosen, contributing
+from dpis.gradients.factors.selection import chosen
 from dpis.gradients.factors.squares import squared_norms as squares_of_rows
+from dpis.gradients.factors.sums import summed
 
 FEW_CHANNELS = 8
 """Up to so many input channels, unfolding them beats one product for each kernel element."""
@@ -53,9 +54,11 @@ class KernelGradients(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One pass over the gradients of nonzero weight."""
-        factor, weights = contributing(self, weights)
-        summed = weights.to(self.gradients.dtype) @ factor.gradients.flatten(1)
-        return summed.view(self.gradients.shape[1:]).movedim(-1, 1)
+        return summed(self, weights, KernelGradients._block_sum)
+
+    def _block_sum(self, weights: Tensor) -> Tensor:
+        total = weights.to(self.gradients.dtype) @ self.gradients.flatten(1)
+        return total.view(self.gradients.shape[1:]).movedim(-1, 1)
 
     def explicit(self) -> Tensor:
         """The gradients, channels second as parameters have them."""
@@ -72,6 +75,10 @@ class KernelGradients(Factor):
     def select(self, kept: Kept) -> KernelGradients:
         """The records with these indices alone."""
         return KernelGradients(chosen(self.gradients, kept))
+
+    def double(self) -> KernelGradients:
+        """The same in float64."""
+        return KernelGradients(self.gradients.double())
 
 
 def kernel_gradients(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:

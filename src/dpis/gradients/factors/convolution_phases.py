@@ -27,6 +27,7 @@ from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.convolution_cost import cheaper_by_gram
 from dpis.gradients.factors.convolution_geometry import Geometry, Phase
 from dpis.gradients.factors.outer import Outer, smallest
+from dpis.gradients.factors.sums import widest
 
 FLOATS_AT_ONCE = 1 << 18
 """So many numbers turn channels last at once: they stay in cache until they are split, and no large block of memory is
@@ -153,6 +154,10 @@ class PhaseGradients(Factor):
         """Phase by phase."""
         return self._each(lambda part: part.select(kept))
 
+    def double(self) -> PhaseGradients:
+        """Phase by phase."""
+        return self._each(lambda part: part.double())
+
     def _each(self, changed: Callable[[Factor], Factor]) -> PhaseGradients:
         return replace(self, parts=tuple(map(changed, self.parts)))
 
@@ -160,7 +165,8 @@ class PhaseGradients(Factor):
         """``[..., kernel elements · channels_out, channels_in]`` of the phases as ``[..., *shape]``."""
         channels_out, channels_in, *kernel = self.shape
         before = by_phase[0].shape[:-2]
-        joined = by_phase[0].new_zeros(*before, prod(kernel), channels_out, channels_in)
+        size = (*before, prod(kernel), channels_out, channels_in)
+        joined = by_phase[0].new_zeros(size, dtype=widest(by_phase))
         for split, found in zip(self.splits, by_phase, strict=True):
             by_element = torch.unflatten(found[..., :channels_in], -2, (-1, channels_out))
             for number, window in enumerate(split.windows):

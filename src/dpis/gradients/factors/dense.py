@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.factors.base import Factor, Kept
-from dpis.gradients.factors.selection import chosen, contributing
+from dpis.gradients.factors.selection import chosen
 from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.factors.sums import summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +41,10 @@ class Dense(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One product of the weights with the records, flattened."""
-        factor, weights = contributing(self, weights)
-        flat = factor._flat()
+        return summed(self, weights, Dense._block_sum)
+
+    def _block_sum(self, weights: Tensor) -> Tensor:
+        flat = self._flat()
         return (weights.to(flat.dtype) @ flat).view(self.shape)
 
     def _flat(self) -> Tensor:
@@ -60,3 +63,7 @@ class Dense(Factor):
     def select(self, kept: Kept) -> Dense:
         """The records with these indices alone."""
         return Dense(chosen(self.gradients, kept))
+
+    def double(self) -> Dense:
+        """The same in float64."""
+        return Dense(self.gradients.double())

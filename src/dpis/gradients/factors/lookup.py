@@ -9,8 +9,18 @@ from torch import Tensor
 
 from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.outer import gram
-from dpis.gradients.factors.selection import chosen, contributing
-from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
+from dpis.gradients.factors.selection import chosen
+from dpis.gradients.factors.squares import (
+    LARGEST_LOSS,
+    and_not_zero,
+    from_gram_terms,
+    lost_in,
+    made_anew,
+    quick_squares,
+    squared_norms,
+    too_small,
+)
+from dpis.gradients.factors.sums import summed
 
 # From this many positions on, sorting the indices is cheaper than comparing all pairs.
 MANY_POSITIONS = 128
@@ -49,11 +59,15 @@ class Lookup(Factor):
         if self.indices.shape[1] == 1:
             return squared_norms(self.output_grads[:, 0])
         if self.indices.shape[1] < MANY_POSITIONS:
+            L, D = self.output_grads.shape[1:]
             same = self.indices[:, :, None] == self.indices[:, None, :]
             grams = gram(self.output_grads)
             diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
             sums = (grams * same).sum((1, 2))
-            return where_terms_cancel(sums, diagonals, self._norms_of_distinct_rows)
+            found, lost = (sums, diagonals), lost_in(L * L * D)
+            return from_gram_terms(
+                self, found, lost, self.output_grads, self._norms_of_distinct_rows
+            )
         return self._norms_of_distinct_rows()
 
     def _norms_of_distinct_rows(self) -> Tensor:
@@ -62,15 +76,25 @@ class Lookup(Factor):
         sums = self.output_grads.new_zeros(len(cells), self.shape[1])
         sums.index_add_(0, inverse.flatten(), self.output_grads.flatten(0, 1))
         norms = sums.new_zeros(self.records, dtype=torch.float64)
-        return norms.index_add_(0, cells // self.table_rows, squared_norms(sums))
+        norms.index_add_(0, cells // self.table_rows, quick_squares(sums))
+        if norms.dtype == self.output_grads.dtype:
+            return norms
+        least = lost_in(self.output_grads[:1].numel()) / LARGEST_LOSS
+        doubtful = and_not_zero(too_small(norms, least), norms, self.output_grads)
+        if not bool(doubtful.any()):
+            return norms
+        exact = lambda some: self.select(some).double()._norms_of_distinct_rows()  # noqa: E731
+        return made_anew(norms, doubtful, exact)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Weighted output gradients, added to the rows they were looked up from."""
-        factor, weights = contributing(self, weights)
-        g = factor.output_grads
+        return summed(self, weights, Lookup._block_sum)
+
+    def _block_sum(self, weights: Tensor) -> Tensor:
+        g = self.output_grads
         scaled = g * weights.to(g.dtype)[:, None, None]
         table = g.new_zeros(self.shape)
-        return table.index_add_(0, factor.indices.flatten(), scaled.flatten(0, 1))
+        return table.index_add_(0, self.indices.flatten(), scaled.flatten(0, 1))
 
     def explicit(self) -> Tensor:
         """Whole tables: ``records x table_rows x D`` numbers, for tests and last resorts."""
@@ -92,6 +116,10 @@ class Lookup(Factor):
     def select(self, kept: Kept) -> Lookup:
         """The records with these indices alone."""
         return Lookup(chosen(self.indices, kept), chosen(self.output_grads, kept), self.table_rows)
+
+    def double(self) -> Lookup:
+        """The same in float64."""
+        return Lookup(self.indices, self.output_grads.double(), self.table_rows)
 
     def join(self, other: Lookup) -> Lookup:
         """The sum of both: the other's positions after these."""

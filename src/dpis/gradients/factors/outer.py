@@ -10,8 +10,9 @@ from torch import Tensor
 from dpis.gradients.aligned import filled_up
 from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.dense import Dense
-from dpis.gradients.factors.selection import chosen, contributing
-from dpis.gradients.factors.squares import squared_norms, where_terms_cancel
+from dpis.gradients.factors.selection import chosen
+from dpis.gradients.factors.squares import from_gram_terms, lost_in, squared_norms
+from dpis.gradients.factors.sums import summed_products
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
@@ -67,9 +68,12 @@ class Outer(Factor):
         return I * O <= L * (I + O)
 
     def _gram_norms(self) -> Tensor:
-        grams = gram(self.inputs).mul_(gram(self.output_grads))
-        diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
-        return where_terms_cancel(grams.flatten(1).sum(1), diagonals, self._explicit_norms)
+        grams, sent = gram(self.inputs), gram(self.output_grads)
+        size = self.inputs.shape[1] ** 2 * max(self.shape)
+        lost = (largest_on_diagonal(grams) + largest_on_diagonal(sent) + 1) * lost_in(size)
+        grams.mul_(sent)
+        found = grams.flatten(1).sum(1), grams.diagonal(dim1=1, dim2=2).sum(1)
+        return from_gram_terms(self, found, lost, self.output_grads, self._explicit_norms)
 
     def _explicit_norms(self) -> Tensor:
         block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())
@@ -80,8 +84,10 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``(w ⊙ g)ᵀ x`` over records and positions at once: one matrix product."""
-        factor, weights = contributing(self, weights)
-        x, g = factor.inputs, factor.output_grads
+        return summed_products(self, weights, Outer._block_sum)
+
+    def _block_sum(self, weights: Tensor) -> Tensor:
+        x, g = self.inputs, self.output_grads
         w = weights.to(g.dtype)[:, None, None]
         if g.shape[2] <= x.shape[2]:  # scale the smaller of the two
             return (g * w).flatten(0, 1).T @ x.flatten(0, 1)
@@ -106,6 +112,10 @@ class Outer(Factor):
         """The records with these indices alone."""
         return Outer(chosen(self.inputs, kept), chosen(self.output_grads, kept))
 
+    def double(self) -> Outer:
+        """The same in float64."""
+        return Outer(self.inputs.double(), self.output_grads.double())
+
     def transpose(self) -> Outer:
         """The same gradients seen as those of the transposed weight."""
         return Outer(self.output_grads, self.inputs)
@@ -129,6 +139,11 @@ def gram(vectors: Tensor) -> Tensor:
     """``<v_l, v_m>`` for all pairs of positions of each record: ``[R, L, D] -> [R, L, L]``."""
     L, vectors = vectors.shape[1], _aligned(vectors)
     return torch.bmm(vectors, vectors.mT)[:, :L, :L]
+
+
+def largest_on_diagonal(grams: Tensor) -> Tensor:
+    """``max_l <v_l, v_l>`` of every record: no entry of its Gram matrix is larger."""
+    return grams.diagonal(dim1=1, dim2=2).amax(1)
 
 
 def _aligned(vectors: Tensor) -> Tensor:
