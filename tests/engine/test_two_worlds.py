@@ -24,17 +24,17 @@ from .loops import Loop, private
 
 pytestmark = pytest.mark.statistical
 
-DELTA, NOISE, OTHERS, WIDTH = 0.05, 4.0, 15, 24
-SURE = {"n_public": 16, "loader": {"batch_size": 16}, "sampling": "uniform"}  # rate 1, one step
+DELTA, NOISE, RECORDS, WIDTH = 0.05, 4.0, 64, 24
+SURE = {"n_public": RECORDS, "loader": {"batch_size": RECORDS}, "sampling": "uniform"}  # one step
 
 
 def records(canary: bool) -> TensorDataset:
     """The canary stands first, so that the places of all others are shifted by one."""
     generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(64, WIDTH, generator=generator, dtype=torch.float64)
-    targets = torch.arange(64) % 2
+    inputs = torch.randn(RECORDS, WIDTH, generator=generator, dtype=torch.float64)
+    targets = torch.arange(RECORDS) % 2
     start = 1 - canary
-    return TensorDataset(inputs[start : OTHERS + 1], targets[start : OTHERS + 1])
+    return TensorDataset(inputs[start:], targets[start:])
 
 
 def released(canary: bool, seed: int, noise_multiplier: float = NOISE) -> tuple[Tensor, Loop]:
@@ -47,7 +47,7 @@ def released(canary: bool, seed: int, noise_multiplier: float = NOISE) -> tuple[
     )
     torch.manual_seed(0)  # as scripts do, and the adversary knows
     loop.train()
-    return -loop.weights * 16 / 0.1, loop
+    return -loop.weights * RECORDS / 0.1, loop
 
 
 # ── masks by place ───────────────────────────────────────────────────────────────────────────────────
@@ -63,7 +63,7 @@ def direction() -> Tensor:
         public_masks(patch)
         without, with_canary = (released(canary, 1, 0.01)[0] for canary in (False, True))
     moved = with_canary - without
-    assert moved.norm() > 2.0
+    assert moved.norm() > 4.0
     return moved / moved.norm()
 
 
@@ -90,8 +90,8 @@ def test_masks_do_not_contradict_the_claim() -> None:
 
 def test_masks_of_a_public_seed_do(monkeypatch: pytest.MonkeyPatch) -> None:
     public_masks(monkeypatch)
-    found, claim = bound_by_masks(runs=180)
-    assert found > claim
+    found, claim = bound_by_masks(runs=90)
+    assert found > 5 * claim  # .93 against .13, with AVX2 and AVX-512
 
 
 # ── the lattice of float64 ───────────────────────────────────────────────────────────────────────────
