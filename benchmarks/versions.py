@@ -1,0 +1,129 @@
+"""Two versions of the package in one run: what a change costs.
+
+    python benchmarks/versions.py BEFORE [AFTER]                 revisions of git; AFTER: this folder
+    python benchmarks/versions.py HEAD~3 --models mlp --seconds 60
+
+A process for either version, each with its own copy of the package, takes one step at a time, in
+turns (before, after, after, before, ...), so that both see the same machine. One thread, CPU time.
+Two figures: the ratio of the fastest tenths, which other work on the machine disturbs least, and the
+median of the ratios of neighbouring steps, with its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ENGINE = "dpis norms+sum"
+
+
+def serve(model: str) -> None:
+    """Take a step for every line that comes in, and say how long it took."""
+    import torch
+    from engines import prepared
+    from workloads import WORKLOADS
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    workload = WORKLOADS[model]
+    step = prepared(ENGINE, workload.build(), workload.batch())
+    for _ in sys.stdin:
+        start = time.process_time()
+        step()
+        print(time.process_time() - start, flush=True)
+
+
+class Version:
+    """One version of the package, ready to step."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        command = [sys.executable, str(folder / "benchmarks" / Path(__file__).name)]
+        if not Path(command[1]).exists():  # from before this file was written
+            command = [sys.executable, __file__]
+        paths = os.pathsep.join([str(folder / "src"), str(folder / "benchmarks")])
+        self._process = subprocess.Popen(
+            [*command, "--serve", model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+    def step(self) -> float:
+        """Seconds of one step."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def compare(before: Path, after: Path, model: str, seconds: float) -> str:
+    versions = [Version(folder, model) for folder in (before, after)]
+    times: list[tuple[float, float]] = []
+    warm, end = 3, time.monotonic() + seconds
+    while len(times) < 21 or time.monotonic() < end:
+        first = len(times) % 2
+        taken = {which: versions[which].step() for which in (first, 1 - first)}
+        if warm:
+            warm -= 1
+        else:
+            times.append((taken[0], taken[1]))
+    for version in versions:
+        version.close()
+    fast = [statistics.quantiles(own, n=10)[0] for own in zip(*times, strict=True)]
+    ratios = sorted(after / before for before, after in times)
+    spread = statistics.quantiles(ratios, n=4)
+    error = 0.93 * (spread[2] - spread[0]) / len(ratios) ** 0.5  # of a median, were they normal
+    return (
+        f"{model:16}{1e3 * fast[1]:9.2f} ms {fast[1] / fast[0]:9.3f} {spread[1]:9.3f} +- {error:.3f}"
+        f"   ({len(ratios)} pairs)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("before", nargs="?")
+    parser.add_argument("after", nargs="?")
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each model")
+    parser.add_argument("--serve", metavar="MODEL", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.serve:
+        serve(chosen.serve)
+        return
+    if chosen.before is None:
+        parser.error("a revision to compare with is needed, such as HEAD~1")
+    from workloads import WORKLOADS
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [HERE.parent, HERE.parent]
+        for which, revision in enumerate((chosen.before, chosen.after)):
+            if revision is not None:
+                folders[which] = Path(scratch) / str(which)
+                archive = subprocess.run(
+                    ["git", "archive", revision, "src", "benchmarks"],
+                    cwd=HERE.parent,
+                    stdout=subprocess.PIPE,
+                    check=True,
+                )
+                folders[which].mkdir()
+                subprocess.run(["tar", "x"], cwd=folders[which], input=archive.stdout, check=True)
+        print(f"{'model':16}{'after':>12} {'fastest':>9} {'median':>9}")
+        for model in chosen.models or WORKLOADS:
+            print(compare(*folders, model, chosen.seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main()
