@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import Encoder
 
-from dpis.paper.models import scatter_cnn_mnist
+from dpis.models.paper import scatter_cnn_mnist
 
 Epoch = Callable[[], None]
 

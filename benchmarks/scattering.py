@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dpis.data.sample import load_sample
+from dpis.datasets.sample import load_sample
 from dpis.features import Scattering, scatter_features
 
 KYMATIO_BATCHES = (64, 256, 1024)

@@ -104,7 +104,7 @@ def load_tensors(setting: Setting, measured_on: str) -> tuple[Any, ...]:
     """Normalised scatter features and labels: to train on, and to measure on."""
     import torch
 
-    from dpis.data.named import load
+    from dpis.datasets.named import load
     from dpis.features import group_normalise, scatter_features
 
     data = load(setting.data)
@@ -124,7 +124,7 @@ def run_dpis(cell: Cell) -> dict[str, Any]:
     from torch.utils.data import TensorDataset
 
     import dpis
-    from dpis.models import model_kind
+    from dpis.models.named import model_kind
 
     setting, system = cell.setting, cell.system
     train, labels, test, test_labels = load_tensors(setting, cell.measured_on)
@@ -171,7 +171,7 @@ def run_opacus(cell: Cell) -> dict[str, Any]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpis.accounting import Budget, Workload, plan_predeclared
-    from dpis.models import model_kind
+    from dpis.models.named import model_kind
 
     warnings.simplefilter("ignore")
     setting = cell.setting

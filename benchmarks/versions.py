@@ -66,6 +66,7 @@ class Version:
         return float(self._process.stdout.readline())
 
     def close(self) -> None:
+        """No more steps."""
         self._process.communicate()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpis import PrivacyEngine
-from dpis.data.sample import load_sample
+from dpis.datasets.sample import load_sample
 
 
 def main(epochs: int = 5, records: int = 10_000) -> tuple[float, float]:

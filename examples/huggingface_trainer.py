@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
-from dpis.integrations import Privacy
-from dpis.integrations.huggingface import PrivateTrainer
+from dpis.dropin.huggingface import PrivateTrainer
+from dpis.dropin.trainer_settings import Privacy
 
 WORDS, LENGTH = 200, 12
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpis.data.sample import load_sample
-from dpis.integrations import Privacy
-from dpis.integrations.lightning import PrivacyCallback
+from dpis.datasets.sample import load_sample
+from dpis.dropin.lightning import PrivacyCallback
+from dpis.dropin.trainer_settings import Privacy
 
 
 class Classifier(lightning.LightningModule):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dpis
-from dpis.data.sample import load_sample
+from dpis.datasets.sample import load_sample
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from scipy import stats
 
 from dpis import randomness
 from dpis.errors import InputError
+from dpis.generators import GeneratorStates
 from dpis.randomness import Key, Stream
-from dpis.training.chance import GeneratorStates
 from tests.forks import error_in_a_fork, needs_fork
 
 FALSE_ALARM = 1e-6

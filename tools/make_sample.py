@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from dpis.data import named
-from dpis.data.sample import FILE, TEST, TRAIN
+from dpis.datasets import named
+from dpis.datasets.sample import FILE, TEST, TRAIN
 
 FILTERS = [
     {

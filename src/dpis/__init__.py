@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpis.engine import BatchMemoryManager as BatchMemoryManager
-    from dpis.engine import ModuleValidator as ModuleValidator
-    from dpis.engine import PrivacyEngine as PrivacyEngine
-    from dpis.gradients import fix as fix
+    from dpis.coupling.layers import fix as fix
+    from dpis.dropin import BatchMemoryManager as BatchMemoryManager
+    from dpis.dropin import ModuleValidator as ModuleValidator
+    from dpis.dropin import PrivacyEngine as PrivacyEngine
     from dpis.mechanism import AdaptiveClipping as AdaptiveClipping
     from dpis.training import EarlyStop as EarlyStop
     from dpis.training import train as train
@@ -16,11 +16,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "AdaptiveClipping": "dpis.mechanism",
-    "BatchMemoryManager": "dpis.engine",
+    "BatchMemoryManager": "dpis.dropin",
     "EarlyStop": "dpis.training",
-    "ModuleValidator": "dpis.engine",
-    "PrivacyEngine": "dpis.engine",
-    "fix": "dpis.gradients",
+    "ModuleValidator": "dpis.dropin",
+    "PrivacyEngine": "dpis.dropin",
+    "fix": "dpis.coupling.layers",
     "train": "dpis.training",
 }
 __all__ = [

@@ -2,6 +2,6 @@
 
 import sys
 
-from dpis.cli import main
+from dpis.app import main
 
 sys.exit(main())

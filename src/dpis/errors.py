@@ -20,6 +20,10 @@ class InputError(DpisError, ValueError):
     """An argument cannot be honoured as given. Nothing was run and nothing was spent."""
 
 
+class CouplingError(InputError):
+    """One record's gradient depends on the other records of the batch."""
+
+
 class BudgetExceededError(DpisError):
     """An event would spend more than the claim allows. It was refused before anything was released."""
 

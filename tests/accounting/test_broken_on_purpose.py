@@ -30,12 +30,12 @@ from dpis.accounting import (
     events,
     ledger,
     ledger_writer,
-    plan,
     pld,
     renyi,
     verify,
 )
 from dpis.accounting import filter as filter_module
+from dpis.accounting import predeclared as plan
 from dpis.accounting.renyi import renyi_divergence
 from dpis.errors import BudgetExceededError, DpisError, InputError
 

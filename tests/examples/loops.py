@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from dpis.integrations import Privacy
+from dpis.dropin.trainer_settings import Privacy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRIVACY = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=0)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from dpis.dropin.row_losses import classification_losses
+from dpis.dropin.trainer_settings import Privacy
 from dpis.errors import InputError
-from dpis.integrations import Privacy
-from dpis.integrations.row_losses import classification_losses
 from dpis.mechanism import Mechanism
 from tests.examples.loops import PRIVACY, example, quiet
 
@@ -26,7 +26,7 @@ def hugging_face(folder: Path, privacy: Privacy = PRIVACY, **settings: Any) -> A
     pytest.importorskip("accelerate")
     from transformers import TrainingArguments
 
-    from dpis.integrations.huggingface import PrivateTrainer
+    from dpis.dropin.huggingface import PrivateTrainer
 
     module = example("huggingface_trainer")
     parts = settings.pop("max_physical_batch_size", None)
@@ -214,6 +214,6 @@ def test_the_hugging_face_example_runs() -> None:
 
 def test_integrations_are_read_without_the_packages_of_others() -> None:
     """Bare pytest imports what is beside the two trainers, and must stay quick."""
-    asked = "import sys, dpis.integrations.row_losses as _; print({'transformers', 'lightning'} & {*sys.modules})"
+    asked = "import sys, dpis.dropin.row_losses as _; print({'transformers', 'lightning'} & {*sys.modules})"
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "set()"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpis.dropin.trainer_settings import Privacy
 from dpis.errors import InputError
-from dpis.integrations import Privacy
 from tests.examples.loops import PRIVACY, example, quiet
 
 pytestmark = pytest.mark.slow  # for the time that importing Lightning takes
@@ -22,7 +22,7 @@ TARGET = Privacy(max_grad_norm=1.0, target_epsilon=2.0, target_delta=1e-3, n_pub
 def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: Any) -> Any:
     import lightning
 
-    from dpis.integrations.lightning import PrivacyCallback
+    from dpis.dropin.lightning import PrivacyCallback
 
     callback = PrivacyCallback(privacy, model=model)
     checkpoint = settings.pop("ckpt_path", None)
@@ -106,7 +106,7 @@ def test_lightning_keeps_the_noise_of_a_hand_written_loop() -> None:
 
     import lightning
 
-    from dpis.integrations.lightning import PrivacyCallback
+    from dpis.dropin.lightning import PrivacyCallback
 
     trainer = lightning.Trainer(
         max_epochs=2, accelerator="cpu", callbacks=[PrivacyCallback(PRIVACY)], logger=False,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpis.integrations.row_losses import classification_losses
+from dpis.dropin.row_losses import classification_losses
 from tests.examples.loops import PRIVACY, example
 
 

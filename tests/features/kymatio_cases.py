@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpis.data.sample import load_sample
+from dpis.datasets.sample import load_sample
 
 RECORDED = Path(__file__).parent / "kymatio.npz"
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpis.data.glove import WordVectors
+from dpis.datasets.glove import WordVectors
 from dpis.errors import InputError
 from dpis.features import bags
 from dpis.features.cache import FeatureCache

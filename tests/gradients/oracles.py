@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpis.gradients import batches
+from dpis import batches
 
 
 def mean_over_rows(problem: Any, module: nn.Module, rows: Any) -> Tensor:

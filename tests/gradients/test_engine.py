@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, batches
-from dpis.gradients.engine import LANES
+from dpis import batches
+from dpis.errors import CouplingError
+from dpis.gradients import RecordGradients, SlowGradientsWarning
+from dpis.gradients.record_gradients import LANES
 from tests.gradients import oracles
 from tests.gradients.problems import PROBLEMS, Problem, mlp
 

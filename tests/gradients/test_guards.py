@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpis.gradients import CouplingError, RecordGradients, SlowGradientsWarning, fix
+from dpis.coupling.layers import fix
+from dpis.errors import CouplingError
+from dpis.gradients import RecordGradients, SlowGradientsWarning
 from dpis.gradients.rules.linear import Linear
 from tests.gradients.problems import function, mlp, square
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpis.gradients import CouplingError, RecordGradients
+from dpis.errors import CouplingError
+from dpis.gradients import RecordGradients
 from tests.gradients.problems import mlp
 
 

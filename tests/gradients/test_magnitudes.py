@@ -12,18 +12,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dpis.contribution import contribution_weights
 from dpis.gradients import RecordGradients
 from dpis.gradients.combine import Part, Place, Sum, combine
 from dpis.gradients.deferred import TapedGradients
-from dpis.gradients.engine import Gradients
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.convolution import Convolution, convolution_factor
 from dpis.gradients.factors.convolution_geometry import Geometry
 from dpis.gradients.factors.convolution_phases import Phases
 from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.record_gradients import Gradients
 from dpis.gradients.tape import Tape
-from dpis.mechanism.sums import GradientSum
+from dpis.mechanism.contribution import contribution_weights
+from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
 
 RECORDS = 5

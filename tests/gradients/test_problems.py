@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 
-from dpis.gradients import RecordGradients, SlowGradientsWarning, batches
+from dpis import batches
+from dpis.gradients import RecordGradients, SlowGradientsWarning
 from tests.gradients import oracles
 from tests.gradients.problems import PROBLEMS, RECORDS, Problem
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from dpis.errors import CouplingError
 from dpis.gradients import RecordGradients
-from dpis.gradients.engine import CHUNK_BYTES
-from dpis.gradients.rules.base import CouplingError
+from dpis.gradients.record_gradients import CHUNK_BYTES
 
 WORDS, STEPS, CLASSES = 11, 6, 3
 

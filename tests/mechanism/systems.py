@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpis import randomness
 from dpis.accounting import Accountant, Entry, Guard
 from dpis.gradients import RecordGradients
-from dpis.gradients.engine import Gradients
+from dpis.gradients.record_gradients import Gradients
 from dpis.mechanism import Config, Contribution, Mechanism, Method, Unprotected, make_plan
 from dpis.mechanism import mechanism as module
 from dpis.randomness import KEY_BYTES, Key

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from dpis.accounting import NormSumBounds
-from dpis.contribution import contribution_weights
 from dpis.errors import DpisError
 from dpis.mechanism import AdaptiveClipping, Mechanism
+from dpis.mechanism import epoch_terms as terms_module
 from dpis.mechanism import mechanism as module
-from dpis.mechanism import terms as terms_module
+from dpis.mechanism.contribution import contribution_weights
 from dpis.noise import add_noise
 from dpis.randomness import Key
 from dpis.sampling import Draw, ImportanceSampler

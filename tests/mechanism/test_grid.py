@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import dpis
 from dpis import noise
 from dpis.mechanism.mechanism import APPLIED_NOISE
-from tests.engine.loops import mlp, private
+from tests.dropin.loops import mlp, private
 
 from .systems import Small, config, rows
 

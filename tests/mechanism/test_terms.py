@@ -5,7 +5,7 @@ import math
 import pytest
 
 from dpis.mechanism import Config, Method, make_plan
-from dpis.mechanism.terms import adaptive_terms
+from dpis.mechanism.epoch_terms import adaptive_terms
 
 
 @pytest.mark.parametrize(("n_public", "batch_size"), [(1989, 7), (999, 21), (60_000, 512)])

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from dpis.accounting import LedgerWriter
 from dpis.accounting.ledger import End
 from dpis.mechanism import AdaptiveClipping
-from dpis.training.files import Replacement
+from dpis.runs.folder import Replacement
 from tests.training.toys import Each, fit, ledger, mlp, points, released
 
 CLIPPING = AdaptiveClipping(ceiling=2.0, lowest=0.1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from dpis.gradients import CouplingError
+from dpis.errors import CouplingError
 from dpis.randomness import Key
 from dpis.training.records import RECORDS_AT_ONCE, ROWS_AT_ONCE, Records
 

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from dpis.data import users as users_module
-from dpis.errors import DpisError
-from dpis.gradients import CouplingError, batches
+from dpis import batches
+from dpis import generators as chance
+from dpis.coupling import collate as collation
+from dpis.coupling import items as fetching
+from dpis.coupling.collate import CollateProbe, differ
+from dpis.errors import CouplingError, DpisError
+from dpis.files import users as users_module
 from dpis.randomness import Key, Stream
-from dpis.training import chance, collation, fetching
 from dpis.training import records as module
-from dpis.training.collation import CollateProbe, differ
 from dpis.training.records import Records
 
 from . import laws_of_records as laws

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dpis.errors import InputError
-from dpis.training import checkpoint
-from dpis.training.checkpoint import NOTICE, load_checkpoint, save_checkpoint
+from dpis.runs import checkpoint
+from dpis.runs.checkpoint import NOTICE, load_checkpoint, save_checkpoint
 from tests.training.toys import Crash, crash_at, fit, mlp, released
 
 FLIPS = 200

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from dpis.accounting import Norms
-from dpis.errors import InputError
-from dpis.gradients import CouplingError
+from dpis.errors import CouplingError, InputError
 from tests.training.toys import (
     fit,
     ledger,

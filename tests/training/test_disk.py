@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dpis.errors import DpisError, InputError
-from dpis.training.files import write_whole
+from dpis.runs.folder import write_whole
 from tests.training.toys import Each, fit, released
 
 

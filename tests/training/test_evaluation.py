@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import dpis
-from dpis.errors import InputError
-from dpis.gradients import CouplingError
+from dpis.errors import CouplingError, InputError
 from dpis.training.api import _metrics_for
 from dpis.training.evaluation import METRICS, HeldOut, evaluate
 

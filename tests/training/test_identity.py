@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpis.training.identity import described, described_model
+from dpis.training.resume_identity import described, described_model
 
 SOURCE = """
 import torch

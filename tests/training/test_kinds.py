@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 from dpis.errors import InputError
 from dpis.randomness import Key
 from dpis.training import Records
-from dpis.training.fingerprint import fingerprint
+from dpis.training.data_fingerprint import fingerprint
 from tests.training.toys import Crash, crash_at, fit, points, released
 
 OPTIMIZERS = (

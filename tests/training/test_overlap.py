@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from dpis.engine.loader import checked_loader
+from dpis.dropin.loader import checked_loader
 from dpis.errors import InputError
 from tests.training.toys import (
     fit,

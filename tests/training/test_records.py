@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from dpis.errors import InputError
-from dpis.gradients import CouplingError
+from dpis.errors import CouplingError, InputError
+from dpis.generators import torch_generator
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
-from dpis.training.chance import torch_generator
 from dpis.training.records import Records
 from tests.training.toys import (
     Crash,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
-from dpis.errors import InputError
-from dpis.gradients import CouplingError
+from dpis.errors import CouplingError, InputError
 from dpis.training import EarlyStop
 from tests.training.toys import fit, linear, points, weights
 

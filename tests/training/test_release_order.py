@@ -11,8 +11,8 @@ import pytest
 
 from dpis.accounting import verify_ledger
 from dpis.errors import LedgerError
+from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
 from dpis.training import EarlyStop
-from dpis.training.checkpoint import load_checkpoint, save_checkpoint
 from dpis.training.run import Run
 from tests.training.toys import Crash, assert_verifies, crash_at, fit, ledger, points, released
 

@@ -21,11 +21,11 @@ from torch.utils.data import TensorDataset
 
 from dpis.accounting import Adjacency
 from dpis.randomness import Key
+from dpis.runs.checkpoint import NOTICE
+from dpis.runs.summary import Summary
 from dpis.training import PublicCountWarning
-from dpis.training.checkpoint import NOTICE
 from dpis.training.model_file import architecture_of
 from dpis.training.progress import ProgressBar
-from dpis.training.summary import Summary
 from tests.training.toys import (
     RELEASED,
     Each,

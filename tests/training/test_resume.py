@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 from dpis.accounting import ledger_writer
 from dpis.errors import InputError, LedgerError
 from dpis.mechanism import AdaptiveClipping
+from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
 from dpis.training import EarlyStop, InterruptedRunError, trainer
-from dpis.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.training.toys import (
     Crash,
     Each,

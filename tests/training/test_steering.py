@@ -217,7 +217,7 @@ def test_held_out_data_is_not_read_once_more_for_it(tmp_path: Path) -> None:
 
 def test_the_same_held_out_data_looks_different_in_every_run(tmp_path: Path) -> None:
     """Without the key the fingerprint says nothing."""
-    from dpis.training.checkpoint import load_checkpoint
+    from dpis.runs.checkpoint import load_checkpoint
 
     seen = set()
     for seed in (1, 2):

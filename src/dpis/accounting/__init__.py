@@ -27,7 +27,7 @@ from dpis.accounting.ledger import (
     read_ledger,
 )
 from dpis.accounting.ledger_writer import LedgerWriter
-from dpis.accounting.plan import PredeclaredPlan, plan_predeclared
+from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared
 from dpis.accounting.schedule import exponential_decay, kappa_schedule
 from dpis.accounting.verify import Verdict, verify_ledger
 from dpis.accounting.workload import Cadence, PlannedRun, Release, Workload

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.batches import Batch
 from dpis.errors import InputError
-from dpis.gradients.batches import Batch
 
 FARTHEST = 2
 """Pixels by which an image is moved at most, in either direction."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpis.data.glove import WordVectors
+from dpis.datasets.glove import WordVectors
 from dpis.errors import InputError
 from dpis.features.cache import FeatureCache
 from dpis.features.tokens import word_places

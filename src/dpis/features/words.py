@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpis.data.glove import WordVectors
+from dpis.datasets.glove import WordVectors
 from dpis.errors import InputError
 from dpis.features.bags import bag_features
 from dpis.features.cache import FeatureCache

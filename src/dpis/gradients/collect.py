@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dpis.gradients.call_plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
 from dpis.gradients.combine import Part, Place
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
 from dpis.gradients.ownership import refuse_gradients_of
-from dpis.gradients.plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
 from dpis.gradients.rules.base import HALF, Call, ParameterFactor, name_of
 from dpis.gradients.rules.general import General
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpis import batches
+from dpis.coupling import layers as guards
 from dpis.errors import InputError
-from dpis.gradients import batches, guards
-from dpis.gradients.engine import Gradients, Weigh
+from dpis.gradients.record_gradients import Gradients, Weigh
 from dpis.gradients.recorder import Forward, Recorder
 from dpis.gradients.selfcheck import without_dropout
 from dpis.gradients.tape import Tape

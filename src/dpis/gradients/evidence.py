@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpis.gradients import batches
-from dpis.gradients.batches import Batch
+from dpis import batches
+from dpis.batches import Batch
+from dpis.errors import CouplingError
 from dpis.gradients.layout import Growth
-from dpis.gradients.rules.base import CouplingError, name_of
+from dpis.gradients.rules.base import name_of
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from dpis.gradients import batches
-from dpis.gradients.batches import Batch
+from dpis import batches
+from dpis.batches import Batch
 from dpis.gradients.rules.base import HALF
 
 # Loss of one record, from the module, a batch of its rows alone, and which of them are present.

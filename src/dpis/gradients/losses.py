@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpis.gradients.batches import Batch
-from dpis.gradients.rules.base import CouplingError
+from dpis.batches import Batch
+from dpis.errors import CouplingError
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(output, target)``: one value a row, or one for the whole batch (a sum or a mean)."""

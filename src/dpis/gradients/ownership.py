@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpis.errors import CouplingError
+from dpis.gradients.call_plan import Placed, Plan, layouts_of
 from dpis.gradients.layout import Layout
-from dpis.gradients.plan import Placed, Plan, layouts_of
-from dpis.gradients.rules.base import CouplingError, name_of
+from dpis.gradients.rules.base import name_of
 from dpis.gradients.watch import Use, Watch, names_in
 
 

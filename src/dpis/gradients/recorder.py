@@ -13,16 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dpis.gradients import batches, guards
-from dpis.gradients.batches import Batch
-from dpis.gradients.collect import beyond, collect
-from dpis.gradients.combine import Part, Place, combine
-from dpis.gradients.factors import Dense
-from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
-from dpis.gradients.looks import time_to_look
-from dpis.gradients.losses import Objective, weighted_total
-from dpis.gradients.ownership import probe
-from dpis.gradients.plan import (
+from dpis import batches
+from dpis.batches import Batch
+from dpis.coupling import layers as guards
+from dpis.coupling.schedule import time_to_look
+from dpis.gradients.call_plan import (
     Beyond,
     Constant,
     GeneralRuleError,
@@ -33,6 +28,12 @@ from dpis.gradients.plan import (
     merge,
     unplanned,
 )
+from dpis.gradients.collect import beyond, collect
+from dpis.gradients.combine import Part, Place, combine
+from dpis.gradients.factors import Dense
+from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
+from dpis.gradients.losses import Objective, weighted_total
+from dpis.gradients.ownership import probe
 from dpis.gradients.rules.general import General
 from dpis.gradients.selfcheck import disagreements, norms_fit, same_gradient, without_dropout
 from dpis.gradients.tape import Tape, full_precision

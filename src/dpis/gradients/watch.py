@@ -14,10 +14,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from dpis.errors import CouplingError
 from dpis.gradients.aligned import as_aligned
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
-from dpis.gradients.rules.base import Call, CouplingError, Rule, name_of
+from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
 

@@ -19,15 +19,15 @@ from dpis.accounting import AdaptivePlan, Cadence, Entry, Event, Gaussian
 from dpis.accounting.adaptive import NORM_SUM
 from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.verify import COUNT
-from dpis.contribution import contribution_weights
+from dpis.batches import Batch
 from dpis.errors import BudgetExceededError, InputError
-from dpis.gradients.batches import Batch
-from dpis.gradients.engine import Weigh
+from dpis.gradients.record_gradients import Weigh
 from dpis.mechanism.config import Contribution, NormSum
+from dpis.mechanism.contribution import contribution_weights
+from dpis.mechanism.epoch_terms import Terms, adaptive_terms, predeclared_terms
+from dpis.mechanism.gradient_sum import GradientSum, SumsGradients
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
-from dpis.mechanism.sums import GradientSum, SumsGradients
-from dpis.mechanism.terms import Terms, adaptive_terms, predeclared_terms
 from dpis.noise import add_noise
 from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler

@@ -17,15 +17,15 @@ from torch.utils.data import Dataset, default_collate
 
 from dpis import defaults
 from dpis.accounting import Accountant, CountSource
+from dpis.coupling import layers as guards
+from dpis.coupling.collate import Collate
 from dpis.errors import InputError
-from dpis.gradients import guards
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
 from dpis.randomness import Key
+from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
-from dpis.training.collation import Collate
 from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
-from dpis.training.files import next_run_folder
 from dpis.training.progress import ProgressBar, Reporter, Silent
 from dpis.training.records import Augment, Records, tensors_of
 from dpis.training.result import Result

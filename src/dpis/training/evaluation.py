@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from dpis import batches
 from dpis.errors import InputError
-from dpis.gradients import batches
 from dpis.training.records import tensors_of
 
 Metric = Callable[[Any, Any], Tensor]

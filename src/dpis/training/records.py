@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from dpis.data.users import UserIndex, choose_rows, group_by_user
-from dpis.errors import InputError
-from dpis.gradients import CouplingError, batches
-from dpis.gradients.batches import Batch
-from dpis.gradients.looks import time_to_look
+from dpis import batches
+from dpis.batches import Batch
+from dpis.coupling.collate import Collate, CollateProbe
+from dpis.coupling.items import FetchProbe, fetches_at_once
+from dpis.coupling.padding import PaddingProbe
+from dpis.coupling.schedule import time_to_look
+from dpis.errors import CouplingError, InputError
+from dpis.files.users import UserIndex, choose_rows, group_by_user
+from dpis.generators import ItemChance, chance_of, seeded_generators, torch_generator
 from dpis.randomness import Key, Stream
-from dpis.training.chance import ItemChance, chance_of, seeded_generators, torch_generator
-from dpis.training.collation import Collate, CollateProbe
-from dpis.training.fetching import FetchProbe, fetches_at_once
-from dpis.training.padding import PaddingProbe
 
 Augment = Callable[[Batch, torch.Generator], Batch]
 """``augment(batch, generator)``: every row changed at random, independently of all other rows."""

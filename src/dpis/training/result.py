@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpis.accounting import Budget
-from dpis.training.summary import Summary
+from dpis.runs.summary import Summary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from dpis.mechanism import (
 from dpis.mechanism.mechanism import require_one_process
 from dpis.mechanism.plan import planned_count
 from dpis.randomness import Key
-from dpis.training.checkpoint import load_checkpoint, save_checkpoint
-from dpis.training.files import FolderLock, RunFolder
-from dpis.training.run_values import config_from_json, config_to_json, versions
+from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
+from dpis.runs.folder import FolderLock, RunFolder
+from dpis.runs.values import config_from_json, config_to_json, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

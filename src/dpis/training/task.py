@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from dpis.coupling import layers as guards
+from dpis.coupling.shared_rows import refuse_rows_named_twice, share_rows
 from dpis.errors import InputError
-from dpis.gradients import guards
 from dpis.gradients.losses import Loss, Objective
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import HeldOut, Metric
 from dpis.training.model_file import ModelCard
-from dpis.training.overlap import refuse_rows_named_twice, share_rows
 from dpis.training.records import Records
 
 

@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpis.errors import InputError
-from dpis.gradients import CouplingError, RecordGradients
-from dpis.gradients.batches import Batch
-from dpis.gradients.looks import time_to_look
+from dpis.batches import Batch
+from dpis.coupling.padding import SEES_PADDING
+from dpis.coupling.schedule import time_to_look
+from dpis.coupling.writes import unwritten
+from dpis.errors import CouplingError, InputError
+from dpis.generators import seeded_generators, seeded_torch
+from dpis.gradients import RecordGradients
 from dpis.mechanism import Terms
+from dpis.runs.folder import Replacement, write_whole
+from dpis.runs.summary import Summary
 from dpis.sampling import Draw
-from dpis.training.chance import seeded_generators, seeded_torch
+from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
-from dpis.training.files import Replacement, write_whole
-from dpis.training.fingerprint import Fingerprint, fingerprint
-from dpis.training.identity import identity_of, layers_asleep
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import describe, loader_source, model_bytes
-from dpis.training.padding import SEES_PADDING
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result
+from dpis.training.resume_identity import identity_of, layers_asleep
 from dpis.training.run import Run
-from dpis.training.state import unwritten
-from dpis.training.summary import Summary
 from dpis.training.task import Task
 
 CHECKPOINT_SECONDS = 60.0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpis.errors import CouplingError
 from dpis.gradients.factors import convolution_gram, convolution_kernels
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.convolution import Convolution, convolution_factor
@@ -21,7 +22,7 @@ from dpis.gradients.factors.convolution_phases import (
     worth_splitting,
 )
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, CouplingError
+from dpis.gradients.rules.base import Call
 from dpis.gradients.rules.convolution import RULES
 
 CONVOLUTIONS = {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpis.errors import InputError
 from dpis.gradients.factors.base import Factor
 from dpis.gradients.layout import Layout
 
@@ -86,10 +85,6 @@ class Ran:
     held: tuple[Tensor, ...] = ()
     bytes_inside: int = 0
     batch_shaped: bool = False
-
-
-class CouplingError(InputError):
-    """One record's gradient depends on the other records of the batch."""
 
 
 # The tensor of ``Call.parameters`` and the gradients of all rows with respect to it.

@@ -12,20 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpis.errors import CouplingError
 from dpis.gradients.factors.convolution import convolution_factor
 from dpis.gradients.factors.convolution_geometry import Geometry, same_padding
 from dpis.gradients.factors.convolution_phases import Phases, channels_last, worth_splitting
 from dpis.gradients.factors.dense import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import (
-    HALF,
-    Call,
-    CouplingError,
-    ParameterFactor,
-    Ran,
-    Rule,
-    RuleTable,
-)
+from dpis.gradients.rules.base import HALF, Call, ParameterFactor, Ran, Rule, RuleTable
 
 MANY_CHANNELS = 16
 """From so many on, data is worth turning channels last before its first convolution."""

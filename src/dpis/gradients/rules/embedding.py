@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.errors import CouplingError
 from dpis.gradients.factors import Lookup
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, CouplingError, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
 
 
 class Table(Rule):

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.errors import CouplingError
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, CouplingError, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
 
 
 class Affine(Rule):

@@ -23,7 +23,7 @@ def load_dataset(name, cache_dir=None):
 
 
 def local(source):
-    from dpis.data.named import load
+    from dpis.datasets.named import load
 
     data = load(source)
     return {

@@ -32,8 +32,8 @@ def split(data, train):
 
 class MNIST(Images):
     def __init__(self, root, train=True, download=False, transform=None):
-        from dpis.data.named import load
-        from dpis.data.sample import load_sample
+        from dpis.datasets.named import load
+        from dpis.datasets.sample import load_sample
 
         images, labels = split(load_sample() if NAME == "sample" else load(NAME), train)
         super().__init__(images[:, None], labels, transform)
@@ -41,7 +41,7 @@ class MNIST(Images):
 
 class CIFAR10(Images):
     def __init__(self, root, train=True, download=False, transform=None):
-        from dpis.data.named import load
+        from dpis.datasets.named import load
 
         images, labels = patterns(train) if NAME == "sample" else split(load(NAME), train)
         super().__init__(images, labels, transform)

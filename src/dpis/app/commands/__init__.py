@@ -1,0 +1,1 @@
+"""The commands of `dpis`: thin, every number comes from the library."""

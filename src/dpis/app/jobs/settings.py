@@ -1,0 +1,162 @@
+"""From what was asked for to public settings: the model, the mechanism's config, defaults that suit model and data."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from dpis import defaults
+from dpis.accounting import Accountant, AdaptivePlan, Budget, CountSource, Release
+from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.sources import Source
+from dpis.app.jobs.systems import System
+from dpis.errors import InputError
+from dpis.features.channels import channel_releases
+from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum, make_plan
+from dpis.models.named import KINDS, Inputs, ModelKind
+
+T = TypeVar("T")
+
+CLIP_STEPS = 100.0
+DEFAULT_EPOCHS = 40
+DEFAULT_EMA = 0.95
+ADAM_LEARNING_RATE = 0.002
+
+
+def said_or(said: T | None, default: T) -> T:
+    """What was said, or else the default."""
+    return default if said is None else said
+
+
+def model_name(options: JobOptions, asked: System, source: Source) -> str:
+    """As asked for, or the first of the system's that fits the data, or one that suits the data."""
+    if options.model is not None:
+        asked.require_model(options.model)
+        return options.model
+    fitting = [name for name in asked.models if KINDS[name].inputs.of_text == source.of_texts]
+    if asked.models and not fitting:
+        raise InputError(f"{asked.name} has no model for {source.name}")
+    return fitting[0] if fitting else _default_model(source)
+
+
+def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
+    """Data, model and options that go together; what would have no effect is refused."""
+    if kind.inputs.of_text != source.of_texts and (kind.inputs.of_text or kind.name in KINDS):
+        what = "texts" if kind.inputs.of_text else "numbers"
+        raise InputError(f"--model {kind.name} takes {what}, which {source.name} has not")
+    scattered = kind.inputs is Inputs.SCATTERED
+    if scattered and source.image_shape is None:
+        raise InputError(f"--model {kind.name} needs images; for tables use linear or mlp")
+    if options.normalise is not None and not scattered:
+        raise InputError(f"--normalise is for scatter features: it has no effect on {kind.name}")
+    if options.normalise == "channel" and source.user_level:
+        raise InputError("--normalise channel is accounted per row: it does not protect users")
+    if options.normalise == "channel" and not source.pixels_of_bytes:
+        raise InputError(
+            "--normalise channel is made for pixels from 0 to 255 (uint8): its public bounds would cut others off"
+        )
+    shape = source.image_shape
+    images = scattered or kind.name.startswith("cnn") or options.augment is not None
+    if images and shape is not None and len(shape) == 3 and shape[-1] <= 4 < shape[0]:
+        raise InputError(
+            f"images must be [channels, height, width], found {list(shape)}: move the last axis to the front"
+        )
+    if options.colours is not None and not scattered:
+        raise InputError(f"--colours is for scatter features: it has no effect on {kind.name}")
+    if options.colours is not None and (shape is None or len(shape) != 3 or shape[0] != 3):
+        raise InputError(
+            f"--colours needs images of red, green and blue, [3, height, width], found {list(shape or ())}"
+        )
+    if options.augment is not None and source.image_shape is None:
+        raise InputError("--augment changes pixels: it has no effect on records without them")
+
+
+def _default_model(source: Source) -> str:
+    if source.of_texts:
+        return "bag-linear"
+    shape = source.image_shape
+    return "mlp" if shape is None or min(shape[-2:]) < 8 else "scatter-linear"
+
+
+def make_config(options: JobOptions, method: Method, kind: ModelKind, source: Source) -> Config:
+    """The mechanism's config, with defaults where nothing was said."""
+    n_public = source.population if options.n_public is None else options.n_public
+    budget = _budget(options)
+    clip_norm, clipping = _clipping(options, kind)
+    batch_size = options.batch_size
+    if batch_size is None:
+        batch_size = default_batch_size(n_public)
+    return Config(
+        method=method,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        n_public=n_public,
+        n_public_source=CountSource.DATASET_LENGTH
+        if options.n_public is None
+        else CountSource.GIVEN,
+        batch_size=batch_size,
+        epochs=DEFAULT_EPOCHS if options.epochs is None else options.epochs,
+        kappa=options.kappa,
+        equivalent_batch=options.equivalent_batch,
+        headroom=said_or(options.k, defaults.HEADROOM),
+        floor=said_or(options.g_l, 0.05),
+        contribution=Contribution.parse(said_or(options.contribution, "weight")),
+        clip_norm=clip_norm,
+        clipping=clipping,
+        a_e=said_or(options.a_e, defaults.A_E),
+        norm_sum=NormSum.parse(said_or(options.norm_sum, "full-pass")),
+        decay_rate=said_or(options.decay_rate, 0.005),
+        accountant=Accountant.parse(said_or(options.accountant, "pld")),
+        releases=releases(options, source) if method.private else (),
+        release_n=options.release_n,
+    )
+
+
+def learning_rate(options: JobOptions, kind: ModelKind, config: Config, source: Source) -> float:
+    """As asked for, or by the model, the shape of images and the noise of the first epoch, all public."""
+    if options.lr is not None:
+        return options.lr
+    if options.optimizer == "adam":
+        return ADAM_LEARNING_RATE
+    plan = make_plan(config)
+    noise = (
+        plan.accounting.noise_multiplier
+        if isinstance(plan.accounting, AdaptivePlan)
+        else plan.noise_multiplier(1)
+    )
+    return kind.learning_rate(plan.workload.equivalent_batch[0], noise, source.image_shape)
+
+
+def default_batch_size(n_public: int) -> int:
+    """A fifth of the records, at most 8,192: large batches suffer least from noise."""
+    return max(1, min(8192, n_public // 5))
+
+
+def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClipping | None]:
+    """``--clip-norm auto``, or any of its bounds, adapts the clip norm from the model's usual one."""
+    auto = options.clip_norm == "auto"
+    first = kind.clip_norm
+    if options.clip_norm is not None and not auto:
+        try:
+            first = float(options.clip_norm)
+        except ValueError:
+            raise InputError(
+                f"--clip-norm must be a number or auto, found {options.clip_norm!r}"
+            ) from None
+    bounds = (options.c_star, options.c_min, options.lambda_)
+    if not auto and all(value is None for value in bounds):
+        return first, None
+    return first, AdaptiveClipping(
+        ceiling=4 * first if options.c_star is None else options.c_star,
+        lowest=first / CLIP_STEPS if options.c_min is None else options.c_min,
+        quantile=1.0 if options.lambda_ is None else options.lambda_,
+    )
+
+
+def releases(options: JobOptions, source: Source) -> tuple[Release, ...]:
+    """What is released, and paid for, before training."""
+    by_channel = options.normalise == "channel"
+    return (*source.releases, *(channel_releases(_budget(options).epsilon) if by_channel else ()))
+
+
+def _budget(options: JobOptions) -> Budget:
+    return Budget(said_or(options.epsilon, 3.0), said_or(options.delta, 1e-5))

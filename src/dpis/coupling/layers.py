@@ -1,0 +1,148 @@
+"""What couples records, or hides them, is refused; ``fix`` replaces what can be replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from dpis.errors import CouplingError
+
+
+def checked(module: nn.Module) -> nn.Module:
+    """The module that will be run, once nothing in it couples records by design.
+
+    A module made by ``torch.compile`` is replaced by its original: the compiled graph cannot be
+    looked into. Its parameters are the same.
+
+    Raises:
+        CouplingError: for batch normalisation in training mode, running statistics, and tables with a ``max_norm``.
+        TypeError: for TorchScript.
+    """
+    module = getattr(module, "_orig_mod", module)
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise TypeError(
+                f"A module of torch.nn was required, '{name or type(layer).__name__}' is a "
+                "TorchScript module: what it calls cannot be seen, so gradients of single records "
+                "cannot be computed and nothing could be clipped. Give the module it was made from."
+            )
+        problem = _coupling(layer)
+        if problem is not None:
+            raise CouplingError(
+                f"Layer '{name or 'module'}' ({type(layer).__name__}) {problem}. Records then "
+                "influence one another and the privacy guarantee does not hold. Call "
+                "dpis.fix(module), or put the layer in evaluation mode."
+            )
+    return module
+
+
+def _coupling(layer: nn.Module) -> str | None:
+    if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+        return "normalises by statistics of the whole batch"
+    if isinstance(layer, _InstanceNorm) and layer.training and layer.track_running_stats:
+        return "keeps running statistics of the records it sees"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+        return "writes to its table which rows were looked up (max_norm), in any mode"
+    return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that ``fix`` did.
+
+    Attributes:
+        layer: the name of the layer.
+        what: what was done to it.
+    """
+
+    layer: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.what}"
+
+
+def fix(module: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
+    """A copy of the module without what couples records, and the list of what was changed.
+
+    - ``BatchNorm`` becomes ``GroupNorm`` with the same scale and shift;
+    - ``InstanceNorm`` no longer keeps running statistics;
+    - tables no longer shorten the rows that are looked up (``max_norm``);
+    - activations no longer work in place.
+
+    Returns:
+        The new module and the changes. Where nothing was to be done the module is equal to the old.
+
+    Example:
+        >>> fixed, changes = fix(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(True)))
+        >>> for change in changes: print(change)
+        1: BatchNorm2d(8) -> GroupNorm(8, 8)
+        2: ReLU no longer in place
+    """
+    root = nn.ModuleDict({"module": copy.deepcopy(getattr(module, "_orig_mod", module))})
+    changes = tuple(_fix_children(root, ""))
+    return root["module"], changes
+
+
+def _fix_children(parent: nn.Module, path: str) -> Iterator[Change]:
+    for key, child in list(parent.named_children()):
+        name = f"{path}.{key}" if path else key
+        shown = name.removeprefix("module").removeprefix(".") or type(child).__name__
+        for applies, repair in _REPAIRS:
+            if applies(child):
+                repaired, what = repair(child)
+                parent._modules[key] = repaired
+                yield Change(shown, what)
+        yield from _fix_children(child, name)
+
+
+def _to_group_norm(layer: Any) -> tuple[nn.Module, str]:
+    channels = layer.num_features
+    groups = gcd(channels, 32)
+    while isinstance(layer, nn.BatchNorm1d) and groups > 1 and channels // groups < 8:
+        groups //= 2  # without positions, a group of one channel would be normalised to nothing
+    new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        new = new.to(layer.weight.device, layer.weight.dtype)
+        new.weight, new.bias = layer.weight, layer.bias
+    new.train(layer.training)
+    return new, f"{type(layer).__name__}({channels}) -> GroupNorm({groups}, {channels})"
+
+
+def _without_statistics(layer: Any) -> tuple[nn.Module, str]:
+    layer.track_running_stats = False
+    layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return layer, f"{type(layer).__name__} no longer keeps running statistics"
+
+
+def _without_longest_row(layer: Any) -> tuple[nn.Module, str]:
+    layer.max_norm = None
+    return layer, f"{type(layer).__name__} no longer shortens the rows it looks up"
+
+
+def _out_of_place(layer: Any) -> tuple[nn.Module, str]:
+    layer.inplace = False
+    return layer, f"{type(layer).__name__} no longer in place"
+
+
+_Repair = tuple[Callable[[Any], bool], Callable[[Any], tuple[nn.Module, str]]]
+_REPAIRS: tuple[_Repair, ...] = (
+    (lambda layer: isinstance(layer, _BatchNorm), _to_group_norm),
+    (
+        lambda layer: isinstance(layer, _InstanceNorm) and layer.track_running_stats,
+        _without_statistics,
+    ),
+    (
+        lambda layer: getattr(layer, "max_norm", None) is not None,
+        _without_longest_row,
+    ),
+    (lambda layer: getattr(layer, "inplace", False) is True, _out_of_place),
+)

@@ -1,0 +1,17 @@
+"""The drop-in for a training loop that exists already."""
+
+from dpis.dropin.memory import BatchMemoryManager
+from dpis.dropin.module import PrivateModule
+from dpis.dropin.optimizer import PrivateOptimizer
+from dpis.dropin.privacy_engine import PrivacyEngine
+from dpis.dropin.session import MisuseError
+from dpis.dropin.validator import ModuleValidator
+
+__all__ = [
+    "BatchMemoryManager",
+    "MisuseError",
+    "ModuleValidator",
+    "PrivacyEngine",
+    "PrivateModule",
+    "PrivateOptimizer",
+]

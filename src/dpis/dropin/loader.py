@@ -1,0 +1,170 @@
+"""The user's DataLoader, with our draws as its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from dpis.coupling.items import SeededItems
+from dpis.coupling.shared_rows import refuse_rows_named_twice
+from dpis.dropin.session import MisuseError, Session
+from dpis.dropin.worker_collate import PrivateCollate, gathered
+from dpis.errors import InputError
+from dpis.training.records import tensors_of
+
+
+class PrivateLoader(DataLoader[Any]):
+    """Delivers one batch for every draw of the session; one iteration is one epoch.
+
+    Workers, pinned memory, collate function and transforms are those of the loader it was made from, and batches come
+    in the order of their draws. ``len`` is exact: ``floor(n_public / batch_size)``.
+
+    Args:
+        original: the user's loader.
+        session: draws, and is told what was delivered.
+        steps: how many draws an epoch has.
+        most_rows: deliver draws in parts of at most so many rows; None: whole.
+    """
+
+    def __init__(
+        self,
+        original: DataLoader[Any],
+        session: Session,
+        steps: int,
+        most_rows: int | None = None,
+    ) -> None:
+        worker_settings: dict[str, Any] = {}
+        if original.num_workers > 0:
+            worker_settings = {
+                "prefetch_factor": original.prefetch_factor,
+                "persistent_workers": original.persistent_workers,
+                "multiprocessing_context": original.multiprocessing_context,
+            }
+        dataset: Any = original.dataset
+        collate: Any = PrivateCollate(original.collate_fn, dataset, session.gradients.row_dim)
+        if original.collate_fn is default_collate and tensors_of(dataset):
+            dataset, collate = _BatchesOfTensors(dataset), gathered
+        else:
+            dataset = SeededItems(dataset)
+        super().__init__(
+            dataset,
+            batch_sampler=_Draws(session, steps, most_rows),
+            collate_fn=collate,
+            num_workers=original.num_workers,
+            pin_memory=original.pin_memory,
+            timeout=original.timeout,
+            worker_init_fn=original.worker_init_fn,
+            generator=original.generator,
+            **worker_settings,
+        )
+        self._original, self._session, self._steps = original, session, steps
+
+    @property
+    def sample_rate(self) -> float:
+        """The largest probability with which a record is drawn, in the current epoch or else the first. Public."""
+        mechanism = self._session.mechanism
+        rates = mechanism.plan.workload.sampling_rate
+        return rates[0] if mechanism.terms is None else mechanism.terms.sampling_rate
+
+    def in_parts(self, most_rows: int) -> PrivateLoader:
+        """The same draws, delivered a few rows at a time: the step comes after the last part of a draw."""
+        return PrivateLoader(self._original, self._session, self._steps, most_rows)
+
+    _is_accelerate_prepared = True
+    """``Accelerator.prepare`` takes the loader as it is, instead of rebuilding it from its batch sampler."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        iteration = self._session.begin_iteration()
+        for batch, padded_otherwise in super().__iter__():
+            self._session.deliver(iteration, batch, padded_otherwise)
+            yield batch
+        self._session.require_stepped()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise MisuseError(
+            "a private loader cannot be copied: two runs would use the same coins and noise, which then cancels"
+        )
+
+
+class _BatchesOfTensors(TensorDataset):
+    """A plain `TensorDataset`, sharing all it has, that makes the batch of several places at once.
+
+    It is the batch that `default_collate` makes of the items.
+    """
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.__dict__ = dataset.__dict__
+
+    def __getitems__(self, places: list[int]) -> tuple[Tensor, ...]:
+        chosen = torch.tensor(places, dtype=torch.long)
+        return tuple(tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors)
+
+
+class _Draws(Sampler[list[int]]):
+    """Lists of indices, drawn when they are asked for: ahead of the loop, where workers prefetch."""
+
+    def __init__(self, session: Session, steps: int, most_rows: int | None) -> None:
+        self._session, self._steps, self._most_rows = session, steps, most_rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._session.draw_batches(self._most_rows)
+
+    def __len__(self) -> int:
+        """Draws of an epoch; of parts there are at least as many, how many is private."""
+        return self._steps
+
+
+def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader itself, if its records can be drawn by independent coins in its place.
+
+    Raises:
+        InputError: with what to do instead.
+    """
+    if isinstance(loader, PrivateLoader):
+        raise InputError("the loader is private already: give the one it was made from")
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        raise InputError(
+            f"a torch.utils.data.DataLoader is required, found {type(loader).__name__}: what it does to batches on its "
+            "own would be left out, and what it samples is not accounted for. Give a DataLoader over the data set"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise InputError(
+            "an IterableDataset cannot be sampled by independent coins, so no amplification could be claimed and "
+            "epsilon would be wrong. Use a map-style data set: one with __getitem__ and __len__"
+        )
+    refuse_rows_named_twice(loader.dataset)
+    if loader.batch_size is None:
+        raise InputError(
+            "the loader needs a batch_size: with a batch sampler of its own, who is drawn is not known, so epsilon "
+            "would be wrong. Give batch_size, and leave sampling to make_private"
+        )
+    sampler = loader.sampler
+    known = type(sampler) in (RandomSampler, SequentialSampler)
+    if not known or getattr(sampler, "replacement", False):
+        raise InputError(
+            f"the loader samples by {type(sampler).__name__}, whose probabilities nobody accounts for: epsilon "
+            "would be silently wrong. Leave sampler out; importance sampling does what a weighted sampler is wanted for"
+        )
+    if len(cast(Any, sampler)) != len(cast(Any, loader.dataset)):
+        raise InputError(
+            f"the loader's sampler takes {len(cast(Any, sampler))} of {len(cast(Any, loader.dataset))} records: the "
+            "private loader draws from all of them. Give torch.utils.data.Subset as the data set instead"
+        )
+    if loader.drop_last:
+        raise InputError(
+            "drop_last=True has no meaning where every batch has its own size, and which records are dropped would not "
+            "be accounted for. Leave it out"
+        )
+    return loader

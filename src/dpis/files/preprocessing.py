@@ -1,0 +1,351 @@
+"""How records become features, as a value that is stored with the model and used again to predict.
+
+Every rule acts on one record alone and uses public numbers only:
+
+- a number is clipped to its bounds and scaled to ``[-1, 1]``; a missing one becomes 0, the middle, and a second
+  feature says 1 for missing. That feature is always there: whether anything is missing is told by the data;
+- a category becomes one 1 among zeros; a missing and an unknown one share a place of their own, the last;
+- uint8 arrays (images) are divided by 255, other arrays are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpis.errors import InputError
+from dpis.files.arrays import Arrays
+from dpis.files.schema import canonical, checked_bounds, checked_names, shown
+from dpis.files.tables import Table, TextColumn
+from dpis.files.targets import (
+    ClassTarget,
+    Origin,
+    Target,
+    origin_of,
+    target_from_json,
+    unit_scaled,
+)
+
+OTHER = "missing/other"
+"""The category of values that are missing or were not declared."""
+
+LARGEST_EXACT = 2**24
+"""Whole numbers up to here are exact in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumericColumn:
+    """A number between bounds: two features, its scaled value and whether it is missing."""
+
+    name: str
+    low: float
+    high: float
+    origin: Origin = Origin.DECLARED
+
+    def __post_init__(self) -> None:
+        checked_bounds(self.name, self.low, self.high)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """What its features mean."""
+        return self.name, f"{self.name} missing"
+
+    def fill(self, features: NDArray[np.float32], values: NDArray[np.float64]) -> None:
+        """Write the features of all records into the (zero) columns given."""
+        missing = np.isnan(values)
+        features[:, 0] = np.where(missing, 0.0, unit_scaled(values, self.low, self.high))
+        features[:, 1] = missing
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {"name": self.name, "bounds": [self.low, self.high], "origin": str(self.origin)}
+
+
+@dataclass(frozen=True, slots=True)
+class CategoricalColumn:
+    """One of ``categories``: a feature for each, and one for what is missing or none of them."""
+
+    name: str
+    categories: tuple[str, ...]
+    origin: Origin = Origin.DECLARED
+
+    def __post_init__(self) -> None:
+        if self.categories:  # none at all: a column confirmed public that holds no value
+            checked_names(f"categories of {self.name!r}", self.categories)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """What its features mean."""
+        return tuple(f"{self.name}={category}" for category in (*self.categories, OTHER))
+
+    def places(self, column: TextColumn) -> NDArray[np.int64]:
+        """For every record the place of its category; the last place is for the others."""
+        places = {canonical(name): place for place, name in enumerate(self.categories)}
+        other = len(self.categories)
+        by_code = np.array([places.get(value, other) for value in column.values], dtype=np.int64)
+        return by_code[column.codes]
+
+    def fill(self, features: NDArray[np.float32], column: TextColumn) -> None:
+        """Write the features of all records into the (zero) columns given."""
+        features[np.arange(len(features)), self.places(column)] = 1.0
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {
+            "name": self.name,
+            "categories": list(self.categories),
+            "origin": str(self.origin),
+        }
+
+
+Column = NumericColumn | CategoricalColumn
+
+
+@dataclass(frozen=True, slots=True)
+class TablePreprocessing:
+    """How a table becomes features: its columns in their order, and the target."""
+
+    columns: tuple[Column, ...]
+    target: Target
+
+    def __post_init__(self) -> None:
+        names = [column.name for column in self.columns]
+        if not names or len({*names, self.target.name}) != len(names) + 1:
+            raise InputError(
+                f"a table needs at least one column beside its target {self.target.name!r}, each once; found {names}"
+            )
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """What each feature means, in order."""
+        return tuple(name for column in self.columns for name in column.feature_names)
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """The shape of one record's features."""
+        return (len(self.feature_names),)
+
+    @property
+    def number_columns(self) -> tuple[str, ...]:
+        """Columns to read as numbers, the target left out."""
+        return tuple(c.name for c in self.columns if isinstance(c, NumericColumn))
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Columns to read as text, the target left out."""
+        return tuple(c.name for c in self.columns if isinstance(c, CategoricalColumn))
+
+    def encode(self, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and targets."""
+        return self.encode_features(table), self.encode_targets(table)
+
+    def encode_features(self, table: Table) -> torch.Tensor:
+        """Features alone, float32 ``[N, d]`` in ``[-1, 1]``; the table needs no target."""
+        features = np.zeros((len(table), *self.record_shape), dtype=np.float32)
+        start = 0
+        for column in self.columns:
+            end = start + len(column.feature_names)
+            if isinstance(column, NumericColumn):
+                column.fill(features[:, start:end], table.numbers[column.name])
+            else:
+                column.fill(features[:, start:end], table.texts[column.name])
+            start = end
+        return torch.from_numpy(features)
+
+    def encode_targets(self, table: Table) -> torch.Tensor:
+        """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
+        return encode_table_targets(self.target, table)
+
+    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
+        """A model's outputs as class names, or as numbers in the units of the target."""
+        return self.target.decode(outputs)
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {
+            "kind": "table",
+            "columns": [column.to_json() for column in self.columns],
+            "target": self.target.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> TablePreprocessing:
+        """The inverse of `to_json`."""
+        fields = _fields(data, "table", {"columns", "target"})
+        columns = fields["columns"]
+        if not isinstance(columns, list):
+            raise InputError(f"the columns of a table must be a list, found {shown(columns)}")
+        return cls(tuple(map(_column_from_json, columns)), target_from_json(fields["target"]))
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPreprocessing:
+    """How an array of records becomes features: uint8 is divided by 255, all else is taken as it is."""
+
+    record_shape: tuple[int, ...]
+    divide_by_255: bool
+    target: Target
+
+    def encode(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features and targets."""
+        return self.encode_features(arrays), self.encode_targets(arrays)
+
+    def encode_features(self, arrays: Arrays) -> torch.Tensor:
+        """Features alone, float32 ``[N, *record_shape]``.
+
+        Raises:
+            InputError: another shape or type than the model was trained on, or values that are not finite.
+        """
+        found = arrays.features
+        if found.shape[1:] != self.record_shape:
+            raise InputError(
+                f"{arrays.source}: records must have the shape {self.record_shape}, found {found.shape[1:]}"
+            )
+        if (found.dtype == np.uint8) != self.divide_by_255:
+            needed = "uint8, which is divided by 255" if self.divide_by_255 else "not uint8"
+            raise InputError(
+                f"{arrays.source}: features must be {needed}, found {found.dtype}: convert them as the training data"
+            )
+        if self.divide_by_255:
+            return torch.from_numpy(found).to(torch.float32) / 255.0
+        if found.dtype.kind in "ui" and _largest(found) > LARGEST_EXACT:
+            raise InputError(
+                f"{arrays.source}: whole numbers above {LARGEST_EXACT:,} are not exact in float32: scale the features "
+                "by public numbers and store them as floats"
+            )
+        with np.errstate(over="ignore"):
+            features = found.astype(np.float32)
+        _refuse_non_finite(arrays.source, features)
+        return torch.from_numpy(features)
+
+    def encode_targets(self, arrays: Arrays) -> torch.Tensor:
+        """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
+
+        def where(record: int) -> str:
+            return f"record {record + 1} of {arrays.source}"
+
+        targets = arrays.required_targets()
+        if isinstance(self.target, ClassTarget):
+            return self.target.of_array(targets, where)
+        if targets.dtype.kind not in "buif":
+            raise InputError(
+                f"{arrays.source}: targets with bounds must be numbers, found {targets.dtype}"
+            )
+        return self.target.of_numbers(targets.astype(np.float64), where)
+
+    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
+        """A model's outputs as class names, or as numbers in the units of the target."""
+        return self.target.decode(outputs)
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {
+            "kind": "array",
+            "record_shape": list(self.record_shape),
+            "divide_by_255": self.divide_by_255,
+            "target": self.target.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> ArrayPreprocessing:
+        """The inverse of `to_json`."""
+        fields = _fields(data, "array", {"record_shape", "divide_by_255", "target"})
+        shape, divide = fields["record_shape"], fields["divide_by_255"]
+        if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
+            raise InputError(
+                f"the shape of a record must be whole numbers above 0, found {shown(shape)}"
+            )
+        if not isinstance(divide, bool):
+            raise InputError(f"divide_by_255 must be true or false, found {shown(divide)}")
+        return cls(tuple(shape), divide, target_from_json(fields["target"]))
+
+
+@dataclass(frozen=True, slots=True)
+class TextPreprocessing:
+    """Texts as they are, and the target."""
+
+    target: Target
+
+    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
+        """A model's outputs as class names, or as numbers in the units of the target."""
+        return self.target.decode(outputs)
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {"kind": "text", "target": self.target.to_json()}
+
+    @classmethod
+    def from_json(cls, data: object) -> TextPreprocessing:
+        """The inverse of `to_json`."""
+        return cls(target_from_json(_fields(data, "text", {"target"})["target"]))
+
+
+FilePreprocessing = TablePreprocessing | ArrayPreprocessing
+Preprocessing = FilePreprocessing | TextPreprocessing
+
+
+def preprocessing_from_json(data: object) -> Preprocessing:
+    """Any kind, as its ``to_json`` wrote it."""
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if kind == "array":
+        return ArrayPreprocessing.from_json(data)
+    if kind == "text":
+        return TextPreprocessing.from_json(data)
+    return TablePreprocessing.from_json(data)
+
+
+def encode_table_targets(target: Target, table: Table) -> torch.Tensor:
+    """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
+
+    def where(record: int) -> str:
+        return f"line {table.lines[record]} of {table.source}"
+
+    if isinstance(target, ClassTarget):
+        return target.of_text(table.texts[target.name], where)
+    return target.of_numbers(table.numbers[target.name], where)
+
+
+def confirmed_public(columns: tuple[Column, ...], target: Target) -> tuple[str, ...]:
+    """What was read from the data on the user's word that it is public, in words for a summary."""
+    found = [
+        f"categories of {column.name}" for column in columns if column.origin is Origin.CONFIRMED
+    ]
+    if isinstance(target, ClassTarget) and target.origin is Origin.CONFIRMED:
+        found.append(f"classes of {target.name}")
+    return tuple(found)
+
+
+def _column_from_json(data: object) -> Column:
+    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
+        name, fields = data["name"], set(data) - {"name"}
+        if fields == {"categories", "origin"} and isinstance(data["categories"], list):
+            categories = tuple(map(str, data["categories"]))
+            return CategoricalColumn(name, categories, origin_of(data["origin"]))
+        pair = data.get("bounds")
+        if fields == {"bounds", "origin"} and isinstance(pair, list) and len(pair) == 2:
+            return NumericColumn(name, *checked_bounds(name, *pair), origin_of(data["origin"]))
+    raise InputError(f"not the preprocessing of a column: {shown(data)}")
+
+
+def _fields(data: object, kind: str, names: set[str]) -> Mapping[str, object]:
+    if not isinstance(data, Mapping) or data.get("kind") != kind or set(data) != {"kind", *names}:
+        raise InputError(f"not the preprocessing of a {kind}: {shown(data)}")
+    return data
+
+
+def _largest(values: NDArray[np.generic]) -> int:
+    return max(abs(int(values.max())), abs(int(values.min()))) if values.size else 0
+
+
+def _refuse_non_finite(source: str, features: NDArray[np.float32]) -> None:
+    bad = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1))
+    if len(bad):
+        what = "1 record has" if len(bad) == 1 else f"{len(bad):,} records have"
+        raise InputError(
+            f"{source}: {what} features that are not finite in float32, the first is record {bad[0] + 1}; remove or "
+            "impute them before, by a rule that looks at each record alone: that rule is part of the mechanism"
+        )

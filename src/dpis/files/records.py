@@ -1,0 +1,110 @@
+"""From a user's file to tensors: one door for tables and arrays.
+
+`open_records` reads a file and holds it against what was declared. What it returns knows which bounds must still be
+released; the caller draws the noise, records the event, and `encode` makes tensors with the result. The preprocessing
+that did it is a value in the result: `encode_evaluation` and `encode_features` use it on other files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dpis.errors import InputError
+from dpis.files.array_records import RawArrays, open_arrays, read_arrays_again
+from dpis.files.encoded import EncodedRecords
+from dpis.files.preprocessing import FilePreprocessing, TablePreprocessing
+from dpis.files.schema import Schema
+from dpis.files.table_records import RawTable, open_table, read_table_again, table_users
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
+ARRAY_SUFFIXES = (".npz", ".pt", ".pth")
+
+RawRecords = RawTable | RawArrays
+
+
+def open_records(
+    path: str | Path,
+    *,
+    schema: Schema | None = None,
+    target: str | None = None,
+    user_column: str | None = None,
+    release_scale: bool = False,
+    delimiter: str | None = None,
+) -> RawRecords:
+    """Read a file and hold it against what was declared.
+
+    Args:
+        path: a ``.csv`` table or ``.npz`` / ``.pt`` arrays.
+        schema: what is declared about the columns and the target.
+        target: the target column; wins over the schema's.
+        user_column: the column that says whose a row is; wins over the schema's.
+        release_scale: undeclared columns are numeric, their bounds to be released.
+        delimiter: of a table; otherwise the header tells.
+
+    Raises:
+        InputError: a file that cannot be read, a column that nothing was said about, labels without a class.
+    """
+    path, schema = Path(path), schema or Schema()
+    schema = replace(
+        schema,
+        target=schema.target if target is None else target,
+        user_column=schema.user_column if user_column is None else user_column,
+    )
+    if _is_table(path):
+        return open_table(path, schema, release_scale, delimiter)
+    return open_arrays(path, schema, release_scale, delimiter)
+
+
+def encode_evaluation(
+    path: str | Path,
+    preprocessing: FilePreprocessing,
+    *,
+    user_column: str | None = None,
+    delimiter: str | None = None,
+) -> EncodedRecords:
+    """Records of another file, with targets, prepared exactly as those a model was trained on."""
+    path = _like_those_trained_on(path, preprocessing)
+    if isinstance(preprocessing, TablePreprocessing):
+        table = read_table_again(path, preprocessing, True, user_column, delimiter)
+        users = None if user_column is None else table_users(table, user_column)
+        return EncodedRecords(*preprocessing.encode(table), preprocessing, users)
+    arrays = read_arrays_again(path, preprocessing, True, user_column)
+    return EncodedRecords(*preprocessing.encode(arrays), preprocessing, arrays.user_ids)
+
+
+def encode_features(
+    path: str | Path, preprocessing: FilePreprocessing, *, delimiter: str | None = None
+) -> torch.Tensor:
+    """Features of another file, to predict from; targets and further columns are ignored, if there are any."""
+    path = _like_those_trained_on(path, preprocessing)
+    if isinstance(preprocessing, TablePreprocessing):
+        table = read_table_again(path, preprocessing, False, None, delimiter)
+        return preprocessing.encode_features(table)
+    return preprocessing.encode_features(read_arrays_again(path, preprocessing, False, None))
+
+
+def _like_those_trained_on(path: str | Path, preprocessing: FilePreprocessing) -> Path:
+    """The path, if its file is of the kind the model was trained on."""
+    path = Path(path)
+    of_tables = isinstance(preprocessing, TablePreprocessing)
+    if of_tables and not _is_table(path):
+        raise InputError(f"{path}: the model was trained on a table, so a table is needed (.csv)")
+    if not of_tables and _is_table(path):
+        raise InputError(
+            f"{path}: the model was trained on arrays, so arrays are needed (.npz, .pt)"
+        )
+    return path
+
+
+def _is_table(path: Path) -> bool:
+    suffix = path.suffix.lower()
+    if suffix not in TABLE_SUFFIXES + ARRAY_SUFFIXES:
+        raise InputError(
+            f"{path}: a file of records is one of {' '.join(TABLE_SUFFIXES + ARRAY_SUFFIXES)}, found {suffix!r}"
+        )
+    if not path.exists():
+        raise InputError(f"there is no file {path}: check the name")
+    return suffix in TABLE_SUFFIXES

@@ -1,0 +1,231 @@
+"""Records of a table: held against what was declared, some bounds yet to be released, then encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpis.errors import InputError
+from dpis.files.declarations import check_few, class_target, classes_of_target
+from dpis.files.encoded import EncodedRecords
+from dpis.files.preprocessing import (
+    CategoricalColumn,
+    Column,
+    NumericColumn,
+    TablePreprocessing,
+    encode_table_targets,
+)
+from dpis.files.scaling import bucket_counts
+from dpis.files.schema import FROM_DATA, Schema, listed, shown
+from dpis.files.tables import Header, Table, read_header, read_table
+from dpis.files.targets import ClassTarget, NumberTarget, Origin, Target, Task, distinct_names
+from dpis.files.users import may_be_rounded, names_no_user
+
+
+@dataclass(frozen=True, slots=True)
+class RawTable:
+    """A table that was read, before any private release."""
+
+    table: Table
+    columns: tuple[NumericColumn | CategoricalColumn | str, ...]
+    """In the order of the file; a bare name is a column whose bounds must be released."""
+
+    target: Target
+    targets: torch.Tensor
+    """Encoded when the file is opened, so that a label without a class is found before anything is spent."""
+
+    user_ids: NDArray[np.int64] | None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def task(self) -> Task:
+        """Classification or regression."""
+        return self.target.task
+
+    @property
+    def image_shape(self) -> None:
+        """The rows of a table are no images."""
+
+    @property
+    def columns_to_release(self) -> tuple[str, ...]:
+        """Numeric columns without declared bounds."""
+        return tuple(column for column in self.columns if isinstance(column, str))
+
+    def bucket_counts(self, rows: NDArray[np.int64] | None = None) -> torch.Tensor:
+        """Exact counts of `columns_to_release` over ``rows`` (those trained on), by user where there are users.
+
+        Private until noise is added: see `dpis.files.scaling`.
+        """
+        chosen = np.arange(len(self)) if rows is None else rows
+        users = None if self.user_ids is None else self.user_ids[chosen]
+        return bucket_counts(
+            [self.table.numbers[n][chosen] for n in self.columns_to_release], users
+        )
+
+    def encode(self, bounds: Sequence[tuple[float, float]] = ()) -> EncodedRecords:
+        """Tensors; ``bounds`` are the released ones, in the order of `columns_to_release`."""
+        names = self.columns_to_release
+        if len(bounds) != len(names):
+            raise InputError(
+                f"bounds of {len(names)} columns must be released first ({listed(names)}), found {len(bounds)}"
+            )
+        released = dict(zip(names, bounds, strict=True))
+        columns: list[Column] = [
+            NumericColumn(column, *released[column], Origin.RELEASED)
+            if isinstance(column, str)
+            else column
+            for column in self.columns
+        ]
+        preprocessing = TablePreprocessing(tuple(columns), self.target)
+        features = preprocessing.encode_features(self.table)
+        return EncodedRecords(features, self.targets, preprocessing, self.user_ids)
+
+    @property
+    def private_notes(self) -> tuple[str, ...]:
+        """Signs that a declaration does not fit the data. They tell about it: for the operator's terminal only."""
+        notes = []
+        for column in self.columns:
+            name = column if isinstance(column, str) else column.name
+            if isinstance(column, CategoricalColumn):
+                places = column.places(self.table.texts[name])
+                odd, what = places == len(column.categories), "missing or none of its categories"
+            else:
+                values = self.table.numbers[name]
+                odd, what = np.isnan(values), "empty or not a number"
+                if isinstance(column, NumericColumn) and 2 * odd.sum() < len(odd):
+                    odd, what = (values < column.low) | (values > column.high), "outside its bounds"
+            if 2 * odd.sum() >= len(odd):
+                notes.append(f"column {name!r}: {odd.sum():,} of {len(odd):,} values are {what}")
+        return tuple(notes)
+
+
+def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str | None) -> RawTable:
+    """Read a table and hold it against what was declared."""
+    header = read_header(path, delimiter)
+    _check_declared(path, header, schema)
+    target = schema.target or ""
+    feature_names = [
+        name
+        for name in header.names
+        if name not in (target, schema.user_column) and name not in schema.drop
+    ]
+    if not feature_names:
+        raise InputError(f"{path}: no column is left beside the target {target!r}")
+    for name in feature_names:
+        if not (release_scale or name in schema.bounds or name in schema.categories):
+            raise InputError(
+                f"{path}: nothing is known about column {name!r}. Declare it (--bounds {name}=LOW:HIGH or "
+                f"--categories {name}=A,B,C), or pay for a private release of its bounds (--release-scale), or confirm "
+                f"that its categories are public (--categories {name}={FROM_DATA}), or leave it out (--drop {name})"
+            )
+    classes = classes_of_target(path, schema, target)
+    texts = [name for name in feature_names if name in schema.categories]
+    numbers = [name for name in feature_names if name not in schema.categories]
+    (numbers if classes is None else texts).append(target)
+    if schema.user_column is not None:
+        texts.append(schema.user_column)
+    table = read_table(path, header, numbers=numbers, texts=texts)
+    learnt: Target
+    if classes is None:
+        learnt = NumberTarget(target, *schema.bounds[target])
+    else:
+        learnt = class_target(target, classes, list(table.texts[target].values))
+    return RawTable(
+        table=table,
+        columns=tuple(_column(table, schema, name) for name in feature_names),
+        target=learnt,
+        targets=encode_table_targets(learnt, table),
+        user_ids=None if schema.user_column is None else table_users(table, schema.user_column),
+    )
+
+
+def _check_declared(path: Path, header: Header, schema: Schema) -> None:
+    if schema.target is None:
+        raise InputError(
+            f"{path}: which column is to be learnt? Give --target one of {listed(header.names)}"
+        )
+    roles = {
+        "--target": [schema.target],
+        "--user-column": [] if schema.user_column is None else [schema.user_column],
+        "--drop": schema.drop,
+        "--bounds": schema.bounds,
+        "--categories": schema.categories,
+    }
+    for flag, names in roles.items():
+        for name in names:
+            if name not in header.names:
+                raise InputError(
+                    f"{path} has no column {name!r} ({flag}); its columns are {listed(header.names)}"
+                )
+    for needed in (schema.target, schema.user_column):
+        if needed is not None and needed in schema.drop:
+            raise InputError(f"column {needed!r} is needed, and --drop leaves it out")
+    if schema.user_column is not None and schema.user_column in (
+        schema.target,
+        *schema.bounds,
+        *schema.categories,
+    ):
+        raise InputError(
+            f"column {schema.user_column!r} says who the user is: it can be nothing else"
+        )
+
+
+def _column(table: Table, schema: Schema, name: str) -> NumericColumn | CategoricalColumn | str:
+    if name in schema.bounds:
+        return NumericColumn(name, *schema.bounds[name])
+    if name not in schema.categories:
+        return name
+    categories = schema.categories[name]
+    if categories == FROM_DATA:
+        found = distinct_names(list(table.texts[name].values))
+        check_few(name, "categories", found)
+        return CategoricalColumn(name, found, Origin.CONFIRMED)
+    return CategoricalColumn(name, tuple(categories))
+
+
+def table_users(table: Table, column: str) -> NDArray[np.int64]:
+    """Whose every row is, users numbered from 0 in order of first appearance."""
+    users = table.texts[column]
+    nameless = [code for code, value in enumerate(users.values) if names_no_user(value)]
+    if nameless:
+        bad = np.flatnonzero(np.isin(users.codes, nameless))
+        raise InputError(
+            f"{table.source}: {len(bad):,} of {len(table):,} rows have no user in {column!r}, the first on line "
+            f"{table.lines[bad[0]]}: whose they are decides what is protected; remove them or name the user"
+        )
+    if rounded := [value for value in users.values if may_be_rounded(value)]:
+        raise InputError(
+            f"{table.source}: users in {column!r} such as {shown(rounded[0])} were cut short by a program: several "
+            "people may have the same. Write the ids as text, in full"
+        )
+    return users.codes
+
+
+def read_table_again(
+    path: Path,
+    preprocessing: TablePreprocessing,
+    with_target: bool,
+    user_column: str | None,
+    delimiter: str | None,
+) -> Table:
+    """The columns that a preprocessing needs, of another file."""
+    header = read_header(path, delimiter)
+    numbers, texts = list(preprocessing.number_columns), list(preprocessing.text_columns)
+    target = preprocessing.target
+    if with_target:
+        (texts if isinstance(target, ClassTarget) else numbers).append(target.name)
+    if user_column is not None:
+        texts.append(user_column)
+    lacking = [name for name in numbers + texts if name not in header.names]
+    if lacking:
+        raise InputError(
+            f"{path} has no column {listed(lacking)}, which is needed; its columns are {listed(header.names)}"
+        )
+    return read_table(path, header, numbers=numbers, texts=texts)

@@ -1,0 +1,207 @@
+"""What a model learns to say: one of a set of classes, or a number between bounds.
+
+Both are values that travel with the model: labels become tensors by them, and outputs become answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpis.errors import InputError
+from dpis.files.schema import canonical, checked_bounds, checked_names, is_missing, listed, shown
+from dpis.files.tables import TextColumn
+
+Task = Literal["classification", "regression"]
+
+
+class Origin(StrEnum):
+    """Where a number or a set of names comes from: what makes it fit to be published with a model."""
+
+    DECLARED = "declared"
+    """Known before the data was read."""
+
+    RELEASED = "released"
+    """A noisy statistic, charged to the privacy budget."""
+
+    CONFIRMED = "confirmed"
+    """Read from the data, after the user confirmed that it is public."""
+
+
+def distinct_names(values: list[str]) -> tuple[str, ...]:
+    """The names among the values of a column, without missing words, in an order that no record decides."""
+    names = {value for value in values if not is_missing(value)}
+    try:
+        return tuple(sorted(names, key=lambda name: (float(name), name)))
+    except ValueError:
+        return tuple(sorted(names))
+
+
+def unit_scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+    """``[low, high] -> [-1, 1]``, values outside clipped; NaN stays NaN."""
+    middle, half = low / 2 + high / 2, high / 2 - low / 2
+    clipped = np.clip(values, low, high)
+    return np.clip((clipped - middle) / half, -1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTarget:
+    """One of ``classes``; a label is the place of its class."""
+
+    name: str
+    classes: tuple[str, ...]
+    origin: Origin = Origin.DECLARED
+
+    def __post_init__(self) -> None:
+        checked_names(f"classes of {self.name!r}", self.classes, least=2)
+
+    @property
+    def task(self) -> Task:
+        """Classification."""
+        return "classification"
+
+    def of_text(self, column: TextColumn, where: Callable[[int], str]) -> torch.Tensor:
+        """Labels of a column of text. ``where`` says in which line or place a record is, for errors."""
+        places = {canonical(name): place for place, name in enumerate(self.classes)}
+        by_code = np.array([places.get(value, -1) for value in column.values], dtype=np.int64)
+        labels = by_code[column.codes]
+        return self._known(labels, where, lambda record: column.values[column.codes[record]])
+
+    def of_array(self, values: NDArray[np.generic], where: Callable[[int], str]) -> torch.Tensor:
+        """Labels of an array: text and whole numbers by name; whole numbers by place where the classes have words."""
+        if values.dtype.kind == "U":
+            names, codes = np.unique(values, return_inverse=True)
+            column = TextColumn(tuple(canonical(str(name)) for name in names), codes)
+            return self.of_text(column, where)
+        whole = _whole_numbers(self.name, values)
+        try:
+            names = np.array([int(canonical(name)) for name in self.classes], dtype=np.int64)
+        except (ValueError, OverflowError):
+            names = np.arange(len(self.classes))
+        order = np.argsort(names)
+        places = np.clip(np.searchsorted(names[order], whole), 0, len(names) - 1)
+        labels = np.where(names[order][places] == whole, order[places], -1)
+        return self._known(labels, where, lambda record: values[record].item())
+
+    def decode(self, outputs: torch.Tensor) -> list[str]:
+        """The class with the largest output, for every record."""
+        if outputs.ndim != 2 or outputs.shape[1] != len(self.classes):
+            raise InputError(
+                f"outputs must have {len(self.classes)} columns, one a class, found shape {tuple(outputs.shape)}"
+            )
+        return [self.classes[place] for place in outputs.argmax(dim=1).tolist()]
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {"name": self.name, "classes": list(self.classes), "origin": str(self.origin)}
+
+    def _known(
+        self,
+        labels: NDArray[np.int64],
+        where: Callable[[int], str],
+        value: Callable[[int], object],
+    ) -> torch.Tensor:
+        unknown = np.flatnonzero(labels < 0)
+        if len(unknown):
+            first = int(unknown[0])
+            raise InputError(
+                f"{_records(len(unknown))} a target {self.name!r} that is none of the {len(self.classes)} classes "
+                f"({listed(self.classes, 5)}): the first is {shown(value(first))} in {where(first)}; declare "
+                "every class, or remove the records without one"
+            )
+        return torch.from_numpy(labels)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTarget:
+    """A number between declared bounds, which a model sees as ``[-1, 1]``. Values outside are clipped."""
+
+    name: str
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        checked_bounds(self.name, self.low, self.high)
+
+    @property
+    def task(self) -> Task:
+        """Regression."""
+        return "regression"
+
+    def of_numbers(self, values: NDArray[np.float64], where: Callable[[int], str]) -> torch.Tensor:
+        """Scaled targets, float32 of shape ``[N]``."""
+        missing = np.flatnonzero(np.isnan(values))
+        if len(missing):
+            raise InputError(
+                f"{_records(len(missing))} no number as target {self.name!r}: the first is in "
+                f"{where(int(missing[0]))}; remove them or fill them in before"
+            )
+        return torch.from_numpy(unit_scaled(values, self.low, self.high).astype(np.float32))
+
+    def decode(self, outputs: torch.Tensor) -> list[float]:
+        """Outputs in the units of the data, clipped to the bounds (where every true value counts as lying)."""
+        values = outputs.detach().to(torch.float64)
+        if values.ndim == 2 and values.shape[1] == 1:
+            values = values[:, 0]
+        if values.ndim != 1:
+            raise InputError(
+                f"outputs must be one number a record, found shape {tuple(outputs.shape)}"
+            )
+        middle, half = self.low / 2 + self.high / 2, self.high / 2 - self.low / 2
+        numbers: list[float] = (middle + half * values).clamp(self.low, self.high).tolist()
+        return numbers
+
+    def to_json(self) -> dict[str, object]:
+        """As a JSON object."""
+        return {"name": self.name, "bounds": [self.low, self.high]}
+
+
+Target = ClassTarget | NumberTarget
+
+
+def target_from_json(data: object) -> Target:
+    """The inverse of ``to_json``."""
+    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
+        name, fields = data["name"], set(data) - {"name"}
+        if fields == {"classes", "origin"} and isinstance(data["classes"], list):
+            return ClassTarget(name, tuple(map(str, data["classes"])), origin_of(data["origin"]))
+        if fields == {"bounds"} and isinstance(data["bounds"], list) and len(data["bounds"]) == 2:
+            return NumberTarget(name, *checked_bounds(name, *data["bounds"]))
+    raise InputError(f"not the preprocessing of a target: {shown(data)}")
+
+
+def origin_of(value: object) -> Origin:
+    """An `Origin` by its word."""
+    try:
+        return Origin(str(value))
+    except ValueError:
+        raise InputError(f"an origin is one of {', '.join(Origin)}, found {shown(value)}") from None
+
+
+def _records(count: int) -> str:
+    return f"{count:,} record has" if count == 1 else f"{count:,} records have"
+
+
+def _whole_numbers(name: str, values: NDArray[np.generic]) -> NDArray[np.int64]:
+    if values.dtype.kind not in "buif":
+        raise InputError(
+            f"labels {name!r} must be whole numbers or text, found the type {values.dtype}"
+        )
+    if values.dtype.kind == "f":
+        plain = values.astype(np.float64)
+        odd = np.flatnonzero(~(np.abs(plain) < 2**53) | (plain != np.round(plain)))
+        if len(odd):
+            raise InputError(
+                f"{_records(len(odd))} a label {name!r} that is not a whole number, such as "
+                f"{shown(plain[odd[0]].item())}: for regression declare bounds of {name!r} instead of classes"
+            )
+    if values.dtype.kind == "u" and values.dtype.itemsize == 8:
+        values = np.minimum(values, np.uint64(2**63 - 1))  # no class has such a number
+    whole: NDArray[np.int64] = values.astype(np.int64)
+    return whole

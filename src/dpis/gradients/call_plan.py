@@ -1,0 +1,265 @@
+"""What to do with every call that touches a parameter: found out once, on a few records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpis import batches
+from dpis.batches import Batch
+from dpis.gradients.evidence import (
+    Trace,
+    gradients_of,
+    narrow,
+    refuse_coupled_losses,
+    with_one_changed,
+)
+from dpis.gradients.layout import Growth, Layout, find_growth
+from dpis.gradients.rules.base import Call, Rule, name_of
+from dpis.gradients.rules.general import General, arguments
+from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The call depends on no record: its result is followed as a parameter is.
+
+    Attributes:
+        shapes: those its results were seen to have, whatever the number of records.
+    """
+
+    shapes: frozenset[Shapes]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The records' places in the watched tensors are known; the rule does the rest."""
+
+    rule: Rule
+    growths: tuple[Growth, ...]
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """No rule covers the call: its parameters need the fallback over the whole model."""
+
+    reason: str
+
+
+class GeneralRuleError(RuntimeError):
+    """The general rule cannot treat a call: its parameters need the fallback."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(f"torch.func cannot treat {key[0]} by itself")
+        self.key = key
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a few forward passes tell about a model.
+
+    Attributes:
+        plan: what to do with every call.
+        bytes_per_record: what the uses of one record hold.
+        batch_shaped: whether sizes inside the model follow the values of the batch.
+        ran_again: whether parts of the forward pass run again on the way back.
+    """
+
+    plan: Plan
+    bytes_per_record: int
+    batch_shaped: bool
+    ran_again: bool
+
+
+# Each round follows one more link in chains of calls that depend on no record.
+MOST_ROUNDS = 50
+
+Verdict = Constant | Placed | Beyond
+Plan = dict[Key, Verdict]
+# Runs the model under a watch and returns the loss of every row (or one for all).
+Forward = Callable[[Watch, Batch], Tensor]
+
+
+def make_plan(
+    forward: Forward, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
+) -> Findings:
+    """Judge every call from a few forward passes on two and three records.
+
+    Two records against three show which dimensions grow with the batch: sizes are never guessed.
+    Then each of the three is changed in turn, which shows whose entries move with it: where a model
+    flattened records and positions into one dimension, and whether records couple.
+
+    Args:
+        forward: runs the model and the loss under a watch.
+        new_watch: makes a watch that follows a plan.
+        batch: at least three records.
+        K: rows of a record.
+
+    Raises:
+        CouplingError: if changing one record changes another's loss or activations.
+    """
+    device = batches.device(batch)
+    small, large = (
+        batches.take(batch, batches.rows_of_records(torch.arange(n, device=device), K))
+        for n in (2, 3)
+    )
+    plan: Plan = {}
+    for _ in range(MOST_ROUNDS):
+        few, more = (_trace(forward, new_watch(plan), b) for b in (small, large))
+        judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
+        constants = _constants(few, more, judged)
+        if constants.keys() == plan.keys():
+            break
+        plan = constants
+    else:
+        raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
+    batch_shaped = any(use.batch_shaped for use in more.uses.values())
+    ran_again = False
+    for record in range(3):
+        try:
+            moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
+        except RuntimeError:  # the model may want its records in some order
+            changed = with_one_changed(large, record, K, keep_order=True)
+            moved = _trace(forward, new_watch(plan), changed)
+        refuse_coupled_losses(more.losses, moved.losses, record, K)
+        batch_shaped |= _sizes(moved) != _sizes(more)
+        gradients = gradients_of(moved, record, K)
+        ran_again |= moved.watch.ran_again
+        for key, verdict in judged.items():
+            if isinstance(verdict, Placed):
+                after, own = moved.uses.get(key), gradients.get(key, [])
+                growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
+                judged[key] = replace(verdict, growths=growths)
+    judged = {key: _settled(verdict) for key, verdict in judged.items()}
+    return Findings(plan | judged, _bytes(more) // 3, batch_shaped, ran_again)
+
+
+def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
+    """The calls that depend on no record, as far as this round tells.
+
+    To follow the result of one such call may show others, and may change the keys of those that use
+    it: what no longer holds is dropped, and a further round decides.
+    """
+    new: Plan = {key: verdict for key, verdict in judged.items() if isinstance(verdict, Constant)}
+    known: Plan = {
+        key: Constant(frozenset({shapes}))
+        for key, shapes in more.constants.items()
+        if few.constants.get(key) == shapes
+    }
+    return known | new
+
+
+def merge(old: Plan, new: Plan) -> Plan:
+    """The new plan, without forgetting the shapes that constants had before."""
+    merged = old | new
+    for key, verdict in new.items():
+        before = old.get(key)
+        if isinstance(verdict, Constant) and isinstance(before, Constant):
+            merged[key] = Constant(before.shapes | verdict.shapes)
+    return merged
+
+
+def unplanned(watch: Watch, plan: Plan, rows: int) -> list[Key]:
+    """The calls of a forward pass that the plan does not cover."""
+    changed = [
+        key
+        for key, shapes in watch.constants.items()
+        if not isinstance(known := plan[key], Constant) or shapes not in known.shapes
+    ]
+    unknown = [
+        use.key
+        for use in watch.uses
+        if not isinstance(plan.get(use.key), Beyond) and layouts_of(use, plan, rows) is None
+    ]
+    return changed + unknown
+
+
+def layouts_of(use: Use, plan: Plan, rows: int) -> list[Layout] | None:
+    """Where the records are in the watched tensors of a use; None: not as planned."""
+    verdict = plan.get(use.key)
+    if not isinstance(verdict, Placed) or len(verdict.growths) != len(use.shapes):
+        return None
+    found = [g.layout(s, rows) for g, s in zip(verdict.growths, use.shapes, strict=True)]
+    layouts = [layout for layout in found if layout is not None]
+    return layouts if len(layouts) == len(found) else None
+
+
+def general(plan: Plan) -> dict[str, str]:
+    """What the plan leaves to the general rule, with the function that has none of its own."""
+    return {
+        name: f"{name_of(key[0])}: no rule of its own"
+        for key, verdict in plan.items()
+        if isinstance(verdict, Placed) and isinstance(verdict.rule, General)
+        for label in key[1]
+        for name in names_in(label)
+    }
+
+
+def _trace(forward: Forward, watch: Watch, batch: Batch) -> Trace:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # the same dropout every time
+        losses = forward(watch, batch)
+    return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, losses)
+
+
+def _bytes(trace: Trace) -> int:
+    """What the uses keep until the factors are made: their inputs and output gradients."""
+    uses = trace.uses.values()
+    held = {id(tensor): tensor for use in uses for tensor, _ in use.held}
+    kept = [*held.values(), *(tensor for use in uses for tensor in use.watched)]
+    inside = sum(use.bytes_inside for use in uses)
+    return inside + sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def _sizes(trace: Trace) -> dict[Key, list[torch.Size]]:
+    """Those of all tensors that the uses know."""
+    return {
+        key: [*use.shapes, *(tensor.shape for tensor, _ in use.held)]
+        for key, use in trace.uses.items()
+    }
+
+
+def _judge(few: Use | None, more: Use, K: int) -> Verdict:
+    """Which dimensions grew from two records to three."""
+    if few is None or len(few.shapes) != len(more.shapes):
+        return Beyond("it is called for some batch sizes only")
+    if few.shapes == more.shapes:
+        return Constant(frozenset({more.shapes}))
+    growths = [find_growth(a, b, K) for a, b in zip(few.shapes, more.shapes, strict=True)]
+    if any(growth is None for growth in growths):
+        return Beyond("no single dimension of its result grows with the batch")
+    placed = tuple(growth for growth in growths if growth is not None)
+    if not isinstance(more.rule, General):
+        return Placed(more.rule, placed)
+    return _judge_general(few, more, placed, K)
+
+
+def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> Verdict:
+    """A function without a rule: possible if each argument has plain rows or none."""
+    name = name_of(more.key[0])
+    if len(growths) != 1 or growths[0].merged or (name.endswith("_") and name[-2:] != "__"):
+        return Beyond("it changes its argument, flattens records, or has several results")
+    shapes = _argument_shapes(few.saved), _argument_shapes(more.saved)
+    if len(shapes[0]) != len(shapes[1]):
+        return Beyond("the number of its arguments grows with the batch")
+    rows_of: list[int | None] = []
+    for a, b in zip(*shapes, strict=True):
+        growth = find_growth(a, b, K) if a != b else None
+        if a != b and (growth is None or growth.merged):
+            return Beyond("records and positions share a dimension of its argument")
+        rows_of.append(None if growth is None else growth.dim)
+    return Placed(General(tuple(rows_of)), growths)
+
+
+def _argument_shapes(call: Call) -> list[torch.Size]:
+    return [tensor.shape for tensor in arguments(call)]
+
+
+def _settled(verdict: Verdict) -> Verdict:
+    """A verdict whose dimensions have one order left."""
+    if isinstance(verdict, Placed) and any(not growth.settled for growth in verdict.growths):
+        return Beyond("records and positions share a dimension in an order that did not show")
+    return verdict

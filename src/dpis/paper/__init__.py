@@ -1,1 +1,0 @@
-"""The evaluation of the paper: its models, data and tables."""
