@@ -7,12 +7,12 @@ import pytest
 import typer
 
 from dpis.app.entry import app
-from reproduction.command import main
 from dpis.app.jobs import JobOptions
 from dpis.errors import InputError
 from reproduction import cost
 from reproduction.cell import key_of
 from reproduction.cells import TABLES, Choice, cells_of
+from reproduction.command import main
 from reproduction.published import TABLE_3_EPSILONS
 from reproduction.rows import RECIPES
 from reproduction.search import for_validation
