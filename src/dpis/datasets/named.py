@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from dpis.datasets.catalogue import FASHION_CLASSES, FASHION_LICENCE, Source
+from dpis.datasets.catalogue import FASHION_CLASSES, FASHION_LICENCE, PublicSource
 from dpis.datasets.cifar import parse_batch
 from dpis.datasets.dataset import ImageDataset, TextDataset
 from dpis.datasets.idx import parse_idx
@@ -43,7 +43,7 @@ def load(name: str) -> ImageDataset | TextDataset:
     return build(source, read_files(source))
 
 
-def build_idx(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
+def build_idx(source: PublicSource, contents: Mapping[str, bytes]) -> ImageDataset:
     """Images and labels of the MNIST family."""
     arrays = {
         role: torch.from_numpy(parse_idx(content, source.files[role].name).copy())
@@ -60,7 +60,7 @@ def build_idx(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
     )
 
 
-def build_cifar(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
+def build_cifar(source: PublicSource, contents: Mapping[str, bytes]) -> ImageDataset:
     """Five files to train on, in their order, and one to test with."""
     batches = {
         role: parse_batch(content, source.files[role].name) for role, content in contents.items()
@@ -78,7 +78,7 @@ def build_cifar(source: Source, contents: Mapping[str, bytes]) -> ImageDataset:
     )
 
 
-def build_reviews(source: Source, contents: Mapping[str, bytes]) -> TextDataset:
+def build_reviews(source: PublicSource, contents: Mapping[str, bytes]) -> TextDataset:
     """Reviews in the order of their file: sorted by split, then label."""
     reviews = parse_reviews(contents["reviews"], source.files["reviews"].name)
     train, test = ([r for r in reviews if r.split == split] for split in ("train", "test"))
@@ -93,8 +93,8 @@ def build_reviews(source: Source, contents: Mapping[str, bytes]) -> TextDataset:
     )
 
 
-BUILDERS: Mapping[str, Callable[[Source, Mapping[str, bytes]], ImageDataset | TextDataset]] = (
-    MappingProxyType(
-        {"mnist": build_idx, "fmnist": build_idx, "cifar10": build_cifar, "imdb": build_reviews}
-    )
+BUILDERS: Mapping[
+    str, Callable[[PublicSource, Mapping[str, bytes]], ImageDataset | TextDataset]
+] = MappingProxyType(
+    {"mnist": build_idx, "fmnist": build_idx, "cifar10": build_cifar, "imdb": build_reviews}
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from dpis.datasets.catalogue import CIFAR, FASHION, MNIST, Source
+from dpis.datasets.catalogue import CIFAR, FASHION, MNIST, PublicSource
 from dpis.datasets.cifar import batch_from_png
 from dpis.datasets.download import FetchError, Progress, download, md5_of
 from dpis.datasets.reviews import reviews_from_archive
@@ -175,15 +175,15 @@ def _reviews(path: Path) -> Files:
     yield "imdb_reviews.jsonl.gz", gzip.compress(reviews_from_archive(path), mtime=0)
 
 
-def _packed(source: Source) -> Mapping[str, str]:
+def _packed(source: PublicSource) -> Mapping[str, str]:
     return {f"{file.name}.gz": file.published_md5 for file in source.files.values()}
 
 
-def _within(folder: str, source: Source) -> Convert:
+def _within(folder: str, source: PublicSource) -> Convert:
     return _members(*(f"{folder}/{file.name}" for file in source.files.values()))
 
 
-def _in_folder(folder: str, source: Source) -> Convert:
+def _in_folder(folder: str, source: PublicSource) -> Convert:
     """The packed files of a dataset, below a folder that was unpacked."""
 
     def convert(path: Path) -> Files:

@@ -30,7 +30,7 @@ Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ParameterSource:
     """A tensor made of parameters alone: one of them, or (a subclass) computed from some.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True, eq=False)
-class Shown(Source):
+class Shown(ParameterSource):
     """A parameter or a view of it."""
 
     name: str
@@ -52,7 +52,7 @@ class Shown(Source):
 
 
 @dataclass(frozen=True, eq=False)
-class Computed(Source):
+class Computed(ParameterSource):
     """The result of a call that depends on no record: ``2 * scale``, a table of positions."""
 
     call: Call
@@ -65,7 +65,7 @@ class Use:
 
     key: Key
     rule: Rule
-    parameters: tuple[Source, ...]
+    parameters: tuple[ParameterSource, ...]
     saved: Any
     held: tuple[tuple[Tensor, int], ...]
     edges: tuple[GradientEdge, ...]
@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
         self._constant, self._rule_of = constant, rule_of
         self._keep_watched, self._may_run_again = keep_watched, may_run_again
         self._seen: Counter[tuple[Callable[..., Any], tuple[Hashable, ...]]] = Counter()
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, ParameterSource] = {}
         for name, parameter in parameters.items():
             self._follow(Shown(parameter, name, name, parameter, Place.of(parameter, parameter)))
 
@@ -146,7 +146,7 @@ class Watch(TorchFunctionMode):
             gradients = iter(opened(torch.autograd.grad)(loss, edges, allow_unused=True))
         return [[next(gradients) for _ in use.edges] for use in uses]
 
-    def source_of(self, tensor: Tensor) -> Source:
+    def source_of(self, tensor: Tensor) -> ParameterSource:
         """Where a tensor that the watch follows comes from."""
         return self._sources[id(tensor)]
 
@@ -154,7 +154,7 @@ class Watch(TorchFunctionMode):
         """Whether the tensor is made of parameters alone, as far as the plan tells."""
         return id(tensor) in self._sources
 
-    def _among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Source]:
+    def _among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ParameterSource]:
         """The sources among the arguments; lists of tensors are looked into."""
         sources = self._sources
         for argument in (*args, *kwargs.values()) if kwargs else args:
@@ -168,7 +168,7 @@ class Watch(TorchFunctionMode):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        parameters: tuple[Source, ...],
+        parameters: tuple[ParameterSource, ...],
     ) -> Any:
         tensors = tuple(source.tensor for source in parameters)
         call = Call(function, args, kwargs, tensors, self.record_order)
@@ -215,15 +215,15 @@ class Watch(TorchFunctionMode):
             self.uses.append(use)
         return ran.result
 
-    def _key(self, function: Callable[..., Any], parameters: tuple[Source, ...]) -> Key:
+    def _key(self, function: Callable[..., Any], parameters: tuple[ParameterSource, ...]) -> Key:
         signature = (function, tuple(source.label for source in parameters))
         self._seen[signature] += 1
         return (*signature, self._seen[signature])
 
-    def _follow(self, source: Source) -> None:
+    def _follow(self, source: ParameterSource) -> None:
         self._sources[id(source.tensor)] = source
 
-    def _follow_views(self, result: Any, parameters: tuple[Source, ...]) -> bool:
+    def _follow_views(self, result: Any, parameters: tuple[ParameterSource, ...]) -> bool:
         """Follow views of a parameter; whether nothing else in the result has a gradient."""
         tensors = differentiable(result)
         if not tensors:

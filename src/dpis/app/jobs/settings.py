@@ -7,7 +7,7 @@ from typing import TypeVar
 from dpis import defaults
 from dpis.accounting import Accountant, AdaptivePlan, Budget, CountSource, Release
 from dpis.app.jobs.options import JobOptions
-from dpis.app.jobs.sources import Source
+from dpis.app.jobs.sources import RecordSource
 from dpis.app.jobs.systems import System
 from dpis.errors import InputError
 from dpis.features.channels import channel_releases
@@ -27,7 +27,7 @@ def said_or(said: T | None, default: T) -> T:
     return default if said is None else said
 
 
-def model_name(options: JobOptions, asked: System, source: Source) -> str:
+def model_name(options: JobOptions, asked: System, source: RecordSource) -> str:
     """As asked for, or the first of the system's that fits the data, or one that suits the data."""
     if options.model is not None:
         asked.require_model(options.model)
@@ -38,7 +38,7 @@ def model_name(options: JobOptions, asked: System, source: Source) -> str:
     return fitting[0] if fitting else _default_model(source)
 
 
-def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
+def require_fit(options: JobOptions, kind: ModelKind, source: RecordSource) -> None:
     """Data, model and options that go together; what would have no effect is refused."""
     if kind.inputs.of_text != source.of_texts and (kind.inputs.of_text or kind.name in KINDS):
         what = "texts" if kind.inputs.of_text else "numbers"
@@ -70,14 +70,16 @@ def require_fit(options: JobOptions, kind: ModelKind, source: Source) -> None:
         raise InputError("--augment changes pixels: it has no effect on records without them")
 
 
-def _default_model(source: Source) -> str:
+def _default_model(source: RecordSource) -> str:
     if source.of_texts:
         return "bag-linear"
     shape = source.image_shape
     return "mlp" if shape is None or min(shape[-2:]) < 8 else "scatter-linear"
 
 
-def make_config(options: JobOptions, method: Method, kind: ModelKind, source: Source) -> Config:
+def make_config(
+    options: JobOptions, method: Method, kind: ModelKind, source: RecordSource
+) -> Config:
     """The mechanism's config, with defaults where nothing was said."""
     n_public = source.population if options.n_public is None else options.n_public
     budget = _budget(options)
@@ -111,7 +113,9 @@ def make_config(options: JobOptions, method: Method, kind: ModelKind, source: So
     )
 
 
-def learning_rate(options: JobOptions, kind: ModelKind, config: Config, source: Source) -> float:
+def learning_rate(
+    options: JobOptions, kind: ModelKind, config: Config, source: RecordSource
+) -> float:
     """As asked for, or by the model, the shape of images and the noise of the first epoch, all public."""
     if options.lr is not None:
         return options.lr
@@ -152,7 +156,7 @@ def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClip
     )
 
 
-def releases(options: JobOptions, source: Source) -> tuple[Release, ...]:
+def releases(options: JobOptions, source: RecordSource) -> tuple[Release, ...]:
     """What is released, and paid for, before training."""
     by_channel = options.normalise == "channel"
     return (*source.releases, *(channel_releases(_budget(options).epsilon) if by_channel else ()))

@@ -60,7 +60,7 @@ class Encoded:
     public_by_confirmation: tuple[str, ...] = ()
 
 
-class Source(ABC):
+class RecordSource(ABC):
     """Records that were read and held against what was declared."""
 
     name: str
@@ -112,7 +112,7 @@ class Source(ABC):
         return ()
 
 
-class NamedSource(Source):
+class NamedSource(RecordSource):
     """A public data set by name. Measured on its test set, or on training records held out by coins."""
 
     def __init__(self, data: NamedDataset, share: float | None, key: Key) -> None:
@@ -182,7 +182,7 @@ def _unit_pixels(records: Content) -> Content:
     return records.float() / 255 if isinstance(records, Tensor) else records
 
 
-class FileSource(Source):
+class FileSource(RecordSource):
     """A file of the user's own; held-out records come from another file, or are chosen by coins."""
 
     name = "your file"
@@ -294,7 +294,7 @@ def _same_file(a: str, b: str) -> bool:
     return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
 
 
-def open_source(options: JobOptions, key: Key) -> Source:
+def open_source(options: JobOptions, key: Key) -> RecordSource:
     """The records that the options name."""
     if is_file(options.dataset):
         return FileSource(options, key)

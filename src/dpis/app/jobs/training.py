@@ -21,7 +21,7 @@ from dpis.app.jobs.settings import (
     require_fit,
     said_or,
 )
-from dpis.app.jobs.sources import Encoded, Source, open_source
+from dpis.app.jobs.sources import Encoded, RecordSource, open_source
 from dpis.app.jobs.systems import system
 from dpis.errors import InputError
 from dpis.features.augment import Augmentation
@@ -122,7 +122,7 @@ class _Job:
         result = trainer.train()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
-    def _open(self, resume: Path | None, config: Config, source: Source) -> Run:
+    def _open(self, resume: Path | None, config: Config, source: RecordSource) -> Run:
         if resume is not None:
             return Run.resume(resume, source.population)
         options = self._options
@@ -138,7 +138,7 @@ class _Job:
         return Run.start(path, config, source.population, self._key, run_options)
 
     def _task(
-        self, source: Source, kind: ModelKind, config: Config, mechanism: Mechanism | None
+        self, source: RecordSource, kind: ModelKind, config: Config, mechanism: Mechanism | None
     ) -> Task:
         options = self._options
         encoded, changes = source.encode(mechanism), _changes(options, kind)
@@ -256,7 +256,7 @@ def _column_squared_error(output: Any, target: Any) -> Any:
     return (output.reshape(len(target), -1).mean(1) - target).square()
 
 
-def _note_on_count(declared: int | None, source: Source) -> tuple[str, ...]:
+def _note_on_count(declared: int | None, source: RecordSource) -> tuple[str, ...]:
     """A sign that the declared number of records is a slip; whether it fits is told by the data."""
     count = source.population
     if declared is None or declared <= 2 * count <= 4 * declared:
@@ -268,7 +268,7 @@ def _note_on_count(declared: int | None, source: Source) -> tuple[str, ...]:
     )
 
 
-def _public_recipe(options: JobOptions, config: Config, source: Source) -> dict[str, Any]:
+def _public_recipe(options: JobOptions, config: Config, source: RecordSource) -> dict[str, Any]:
     """What the summary may say of the options, as they were used: no path, no name of a user's file."""
     model = model_name(options, system(options.method), source)
     return {

@@ -29,7 +29,7 @@ from dpis.gradients.rules.recurrent.padding import cut
 from dpis.gradients.rules.recurrent.steps import Timetable
 
 # What a gradient is a gradient of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
-Source = Literal["input gates", "hidden gates", "projection"]
+GradientOf = Literal["input gates", "hidden gates", "projection"]
 
 
 class Form(Enum):
@@ -54,7 +54,7 @@ class StandIn:
 
     form: Form
     direction: int
-    source: Source
+    source: GradientOf
     role: Role | None
     shape: tuple[int, ...]
 
@@ -127,7 +127,7 @@ class WatchedParameter:
         return Outer(by_record(cut(inputs, 2, self.parameter.shape[1])), by_record(grad))
 
 
-def _source(role: Role, layer: Layer) -> Source:
+def _source(role: Role, layer: Layer) -> GradientOf:
     if role == "weight_hr":
         return "projection"
     if role in ("weight_ih", "bias_ih") or layer.cell.adds_gates:
@@ -135,7 +135,7 @@ def _source(role: Role, layer: Layer) -> Source:
     return "hidden gates"
 
 
-def _grads(source: Source, grads: LayerGrads) -> list[Tensor]:
+def _grads(source: GradientOf, grads: LayerGrads) -> list[Tensor]:
     if source == "projection":
         return grads.hidden
     if source == "input gates":
