@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpis.coupling.layers import fix as fix
+    from dpis.coupling.forbidden_layers import fix as fix
     from dpis.dropin import BatchMemoryManager as BatchMemoryManager
     from dpis.dropin import ModuleValidator as ModuleValidator
     from dpis.dropin import PrivacyEngine as PrivacyEngine
@@ -20,7 +20,7 @@ _HOMES = {
     "EarlyStop": "dpis.training",
     "ModuleValidator": "dpis.dropin",
     "PrivacyEngine": "dpis.dropin",
-    "fix": "dpis.coupling.layers",
+    "fix": "dpis.coupling.forbidden_layers",
     "train": "dpis.training",
 }
 __all__ = [

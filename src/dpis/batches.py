@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
 
 Batch = Any
 """A tensor whose first dimension counts rows, or a tuple, list or mapping of batches."""
@@ -115,3 +116,18 @@ def rows_of_records(records: Tensor, rows_per_record: int) -> Tensor:
     """The row indices of these records: record ``i`` owns rows ``i*K .. (i+1)*K - 1``."""
     within = torch.arange(rows_per_record, device=records.device)
     return (records[:, None] * rows_per_record + within).flatten()
+
+
+def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, ...]:
+    """The tensors of a plain `TensorDataset`, to be indexed at once; of a class of its own none.
+
+    What such a class does to its items would be left out; so would what is not quite a tensor.
+    """
+    if type(dataset) is not TensorDataset:
+        return ()
+    return dataset.tensors if all(isinstance(t, Tensor) for t in dataset.tensors) else ()
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """All numbers of a tensor of any kind, where they can be read as other types: dense, resolved, contiguous."""
+    return tensor.detach().to_dense().resolve_conj().resolve_neg().contiguous().reshape(-1)

@@ -24,6 +24,10 @@ class CouplingError(InputError):
     """One record's gradient depends on the other records of the batch."""
 
 
+class MisuseError(DpisError, RuntimeError):
+    """A private loop was driven in an order that its guarantee does not cover. Nothing was released."""
+
+
 class BudgetExceededError(DpisError):
     """An event would spend more than the claim allows. It was refused before anything was released."""
 

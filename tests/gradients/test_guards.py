@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpis.coupling.layers import fix
+from dpis.coupling.forbidden_layers import fix
 from dpis.errors import CouplingError
 from dpis.gradients import RecordGradients, SlowGradientsWarning
 from dpis.gradients.rules.linear import Linear

@@ -15,9 +15,9 @@ import torch
 
 from dpis import batches
 from dpis import generators as chance
-from dpis.coupling import collate as collation
 from dpis.coupling import items as fetching
 from dpis.coupling.collate import CollateProbe, differ
+from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError, DpisError
 from dpis.files import users as users_module
 from dpis.randomness import Key, Stream
@@ -105,13 +105,13 @@ def one_row_for_all_places(counts: Any, uniforms: Any) -> Any:
     return np.zeros(uniforms.shape, dtype=np.int64)
 
 
-def looks_once(occasion: int) -> bool:
-    return occasion <= 1
+def looks_once(self: Looks) -> bool:
+    return self._owed or self.occasions <= 1
 
 
 def content_with_a_look(self: CollateProbe, *given: Any) -> None:
     LOOK(self, *given)
-    self._due = False
+    self._looks.showed(True)
 
 
 def one_for_all(self: Any, place: int, secret: bytes) -> Any:
@@ -170,9 +170,9 @@ PLANTS = [
     Plant("users: a row twice", users_module, "_subsets", one_row_for_all_places, NEIGHBOURS),
     Plant("users: rows that fill up count", Records, "_rows_of", every_row_counts, NEIGHBOURS),
     Plant("users: the wrong copies count", Records, "_repeated_presence", presence_in_another_order, NEIGHBOURS),
-    Plant("9 augmentation is looked at once", module, "time_to_look", looks_once,
+    Plant("9 augmentation is looked at once", Looks, "now", property(looks_once),
           laws.law_augmentation_is_looked_at_again),
-    Plant("9 collation is looked at once", collation, "time_to_look", looks_once,
+    Plant("9 collation is looked at once", Looks, "now", property(looks_once),
           laws.law_collation_is_looked_at_again),
     Plant("9 a look that showed nothing will do", CollateProbe, "look", content_with_a_look,
           laws.law_a_batch_in_which_nothing_shows_is_no_look),

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from dpis import batches
 from dpis.batches import Batch
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError
 
 Collate = Callable[[list[Any]], Batch]
@@ -41,15 +41,13 @@ class CollateProbe:
     """
 
     def __init__(self, collate: Collate) -> None:
-        self._collate, self._batches, self._due = collate, 0, False
+        self._collate, self._looks = collate, Looks()
 
     def keep(self, items: Sequence[Any]) -> list[Any] | None:
         """Copies of the items of a batch that is about to be made, if a look at it is due; items may be changed."""
         if self._collate is default_collate or len(items) < 2:
             return None
-        self._batches += 1
-        self._due |= time_to_look(self._batches)
-        return [copied(item) for item in items] if self._due else None
+        return [copied(item) for item in items] if self._looks.due() else None
 
     def look(self, batch: Batch, items: list[Any] | None, chance: Chance) -> None:
         """Try out whether the rows of a batch are made item by item. Where nothing shows, the next batch is asked.
@@ -82,7 +80,7 @@ class CollateProbe:
         _refuse_all_but({other}, changed(halfway, exchanged))
         if _shapes(company_left) == _shapes(batch) and 0 in changed(batch, company_left):
             raise CouplingError(_MIXES.format("the first row"))
-        self._due = not shown
+        self._looks.showed(bool(shown))
 
 
 def _first_move(

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from dpis.coupling.collate import Chance, differ
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError, InputError
 from dpis.generators import ItemChance, seeded_generators
 from dpis.randomness import Stream
@@ -35,7 +35,7 @@ class FetchProbe:
     """
 
     def __init__(self, fetch: Fetch) -> None:
-        self._fetch, self._batches = fetch, 0
+        self._fetch, self._looks = fetch, Looks()
 
     def look(self, places: Sequence[int], items: Sequence[Any], chance: Chance) -> None:
         """Fetch other items in the company of these, if it is time.
@@ -54,10 +54,7 @@ class FetchProbe:
                 f"__getitems__ must return one item a place: {len(places)} places, {len(items)} items. Which record "
                 "an item belongs to would not be known"
             )
-        if len(places) < 2:
-            return
-        self._batches += 1
-        if not time_to_look(self._batches):
+        if len(places) < 2 or not self._looks.due():
             return
 
         def fetched(others: list[int]) -> Sequence[Any]:

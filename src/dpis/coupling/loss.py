@@ -10,9 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dpis.coupling.loss_replay import LossTape
+from dpis.coupling.loss_tape import LossTape
 from dpis.errors import CouplingError
-from dpis.gradients.deferred import Pass
 
 NOTHING = 1e-5
 """Of a second derivative, relative to the largest entry: rounding."""
@@ -24,6 +23,8 @@ BESIDE = 0.1
 """How far rows are put from others: within a margin, but not in the same place."""
 
 Gradients = Sequence[Tensor | None]
+Outputs = Sequence[tuple[Tensor, int]]
+"""Of one forward pass: where their gradients arrive, and which dimension of each counts rows."""
 
 
 class UntriedLossWarning(UserWarning):
@@ -60,14 +61,14 @@ class LossProbe:
         self._said = False
 
     def refuse_coupled(
-        self, loss: Tensor, gradient: Tensor | None, passes: Sequence[Pass], tape: LossTape
+        self, loss: Tensor, gradient: Tensor | None, passes: Sequence[Outputs], tape: LossTape
     ) -> None:
         """Look at one loss.
 
         Args:
             loss: about to be differentiated.
             gradient: what it is differentiated with, if it is not a single number.
-            passes: the forward passes whose outputs it may be made of.
+            passes: the outputs that it may be made of, for each forward pass.
             tape: what was done with these.
 
         Raises:
@@ -75,10 +76,10 @@ class LossProbe:
         """
         slot = tape.slot(loss)
         loss = loss.as_subclass(Tensor)
-        leaves = [leaf for passed in passes for leaf, _ in passed.leaves]
+        leaves = [leaf for outputs in passes for leaf, _ in outputs]
         if (loss.ndim and gradient is None) or not loss.requires_grad or not leaves:
             return
-        generator = torch.Generator().manual_seed(sum(passed.rows for passed in passes))
+        generator = torch.Generator().manual_seed(sum(_rows(outputs) for outputs in passes))
         arrived = torch.autograd.grad(loss, leaves, gradient, allow_unused=True, retain_graph=True)
         if all(given is None for given in arrived):
             return
@@ -99,10 +100,10 @@ class LossProbe:
 
 
 def _refuse_second_derivatives(
-    loss: Tensor, gradient: Tensor | None, passes: Sequence[Pass], generator: torch.Generator
+    loss: Tensor, gradient: Tensor | None, passes: Sequence[Outputs], generator: torch.Generator
 ) -> None:
-    leaves = [leaf for passed in passes for leaf, _ in passed.leaves]
-    asked = [_some(passed, generator) for passed in passes]
+    leaves = [leaf for outputs in passes for leaf, _ in outputs]
+    asked = [_some(outputs, generator) for outputs in passes]
     places = list(chain.from_iterable(asked))
     try:
         first = torch.autograd.grad(loss, leaves, gradient, create_graph=True, allow_unused=True)
@@ -126,7 +127,7 @@ def _tried(
     tape: LossTape,
     slot: int,
     gradient: Tensor | None,
-    passes: Sequence[Pass],
+    passes: Sequence[Outputs],
     arrived: Gradients,
     generator: torch.Generator,
 ) -> bool:
@@ -135,14 +136,14 @@ def _tried(
     Raises:
         CouplingError: if the gradients of rows changed that were as before.
     """
-    leaves = [leaf for passed in passes for leaf, _ in passed.leaves]
-    nobody = [torch.zeros(p.rows, dtype=torch.bool) for p in passes for _ in p.leaves]
+    leaves = [leaf for outputs in passes for leaf, _ in outputs]
+    nobody = [torch.zeros(_rows(o), dtype=torch.bool) for o in passes for _ in o]
     as_it_was = _gradients_again(tape, slot, gradient, leaves, [leaf.detach() for leaf in leaves])
     if as_it_was is None or _others_differ(arrived, as_it_was, passes, nobody):
         return False
     tried = False
     for way in ("swapped", "up", "down", "anywhere", "beside", "anywhere", "beside"):
-        moved = list(chain.from_iterable(_some(passed, generator) for passed in passes))
+        moved = list(chain.from_iterable(_some(outputs, generator) for outputs in passes))
         values = [
             _elsewhere(leaf.detach().movedim(dim, 0), rows, way, generator).movedim(0, dim)
             for leaf, (dim, rows) in zip(leaves, moved, strict=True)
@@ -176,9 +177,9 @@ def _gradients_again(
 
 
 def _others_differ(
-    before: Gradients, after: Gradients, passes: Sequence[Pass], moved: Sequence[Tensor]
+    before: Gradients, after: Gradients, passes: Sequence[Outputs], moved: Sequence[Tensor]
 ) -> bool:
-    dims = [dim for passed in passes for _, dim in passed.leaves]
+    dims = [dim for outputs in passes for _, dim in outputs]
     for one, other, dim, rows in zip(before, after, dims, moved, strict=True):
         if one is None and other is None:
             continue
@@ -220,12 +221,18 @@ def _elsewhere(by_row: Tensor, rows: Tensor, way: str, generator: torch.Generato
     return torch.where(rows.reshape(shape), others, by_row)
 
 
-def _some(passed: Pass, generator: torch.Generator) -> list[tuple[int, Tensor]]:
+def _rows(outputs: Outputs) -> int:
+    leaf, dim = outputs[0]
+    return leaf.shape[dim]
+
+
+def _some(outputs: Outputs, generator: torch.Generator) -> list[tuple[int, Tensor]]:
     """Half of the rows, the same in all outputs of a pass."""
-    chosen = torch.randperm(passed.rows, generator=generator)[: -(-passed.rows // 2)]
-    rows = torch.zeros(passed.rows, dtype=torch.bool)
+    count = _rows(outputs)
+    chosen = torch.randperm(count, generator=generator)[: -(-count // 2)]
+    rows = torch.zeros(count, dtype=torch.bool)
     rows[chosen] = True
-    return [(dim, rows.to(leaf.device)) for leaf, dim in passed.leaves]
+    return [(dim, rows.to(leaf.device)) for leaf, dim in outputs]
 
 
 def _any_direction(gradient: Tensor, dim: int, rows: Tensor, generator: torch.Generator) -> Tensor:

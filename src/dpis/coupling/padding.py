@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from dpis.batches import Batch
 from dpis.coupling.collate import Chance, Collate, copied, differ
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.generators import GeneratorStates
 
 ASKED = 4
@@ -54,7 +54,7 @@ class PaddingProbe:
 
     def __init__(self, collate: Collate, row_dim: int = 0) -> None:
         self._collate, self._row_dim = collate, row_dim
-        self._batches, self._largest = 0, 0.0
+        self._looks, self._largest = Looks(), 0.0
 
     def keep(self, items: Sequence[Any]) -> dict[int, Any]:
         """Copies of some items of a batch that is about to be made, by their places: items may be changed."""
@@ -78,8 +78,7 @@ class PaddingProbe:
             return []
         whole = self._rows_first(batch)
         size = sum(tensor.numel() for tensor in whole) / rows
-        self._batches += 1
-        due = time_to_look(self._batches) or size > self._largest
+        due = self._looks.due() or size > self._largest
         self._largest = max(self._largest, size)
         pairs = (self._pair(whole, *one, rows, chance) for one in kept.items()) if due else ()
         return [pair for pair in pairs if pair is not None]

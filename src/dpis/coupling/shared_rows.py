@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from dpis.batches import tensors_of
 from dpis.errors import InputError
-from dpis.training.records import tensors_of
 
 Places = npt.NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpis.coupling.tensors import flattened
+from dpis.batches import flattened
 from dpis.errors import CouplingError
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

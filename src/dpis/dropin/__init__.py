@@ -4,8 +4,8 @@ from dpis.dropin.memory import BatchMemoryManager
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer
 from dpis.dropin.privacy_engine import PrivacyEngine
-from dpis.dropin.session import MisuseError
 from dpis.dropin.validator import ModuleValidator
+from dpis.errors import MisuseError
 
 __all__ = [
     "BatchMemoryManager",

@@ -17,12 +17,12 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpis.batches import tensors_of
 from dpis.coupling.items import SeededItems
 from dpis.coupling.shared_rows import refuse_rows_named_twice
-from dpis.dropin.session import MisuseError, Session
+from dpis.dropin.session import Session
 from dpis.dropin.worker_collate import PrivateCollate, gathered
-from dpis.errors import InputError
-from dpis.training.records import tensors_of
+from dpis.errors import InputError, MisuseError
 
 
 class PrivateLoader(DataLoader[Any]):

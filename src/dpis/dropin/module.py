@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from dpis.coupling.writes import unwritten
-from dpis.dropin.session import MisuseError, Session
+from dpis.dropin.session import Session
 from dpis.dropin.watched_outputs import watched_outputs
+from dpis.errors import MisuseError
 
 
 class PrivateModule(nn.Module):

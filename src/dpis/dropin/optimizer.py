@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from dpis.accounting import AdaptivePlan
-from dpis.dropin.session import MisuseError, Session
-from dpis.errors import InputError
+from dpis.dropin.session import Session
+from dpis.errors import InputError, MisuseError
 
 
 class PrivateOptimizer(Optimizer):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpis.coupling import layers as guards
+from dpis.coupling.forbidden_layers import checked_model
 from dpis.dropin.accountant import Accountant
 from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
@@ -404,4 +404,4 @@ def _checked_module(module: nn.Module) -> nn.Module:
         )
     if not module.training:
         raise InputError("the module is in evaluation mode: call module.train() first")
-    return guards.checked(module)
+    return checked_model(module)

@@ -14,23 +14,19 @@ from torch import Tensor
 from dpis import batches
 from dpis.coupling.items import Places
 from dpis.coupling.loss import LossProbe, factor_of
-from dpis.coupling.loss_replay import LossTape
+from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.padding import PaddedOtherwise
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
 from dpis.dropin.padding_trials import PaddingTrials
-from dpis.errors import DpisError
+from dpis.errors import MisuseError
 from dpis.generators import chance_of, seeded_generators
 from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
 from dpis.mechanism import Mechanism
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
-
-
-class MisuseError(DpisError, RuntimeError):
-    """A private loop was driven in an order that its guarantee does not cover. Nothing was released."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +79,7 @@ class Session:
         self._sum: GradientSum | None = None
         self._state: ModelState | None = None  # at the first forward pass of the step
         self._template: Any = None
-        self._forwards = 0
+        self._looks = Looks()  # at forward passes
         self._closed = False
         self._guards = [
             parameter.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -212,7 +208,7 @@ class Session:
         self._passes.append(passed)
         inputs_now = args, dict(kwargs)
         self._trials.prepare(passed, inputs_now, start, self._delivered, self._padded_otherwise)
-        self._forwards += 1
+        self._looks.due()
         return passed.outputs
 
     def _masks(self, start: int) -> AbstractContextManager[None]:
@@ -257,7 +253,7 @@ class Session:
     @property
     def looks_now(self) -> bool:
         """Whether to look at the loss of the last forward pass: at the 1st, 2nd, 4th, 8th, ..."""
-        return time_to_look(self._forwards)
+        return self._looks.now
 
     @property
     def tape(self) -> LossTape:
@@ -268,7 +264,7 @@ class Session:
 
     def _look_at_loss(self, tape: LossTape, loss: Tensor, gradient: Tensor | None) -> None:
         self._refuse_scaled_part(loss)
-        self._probe.refuse_coupled(loss, gradient, self._passes, tape)
+        self._probe.refuse_coupled(loss, gradient, [p.leaves for p in self._passes], tape)
 
     def _refuse_scaled_part(self, loss: Tensor) -> None:
         """The mean over a part counts as it is: a share of the batch on top of it would be taken for a weight."""

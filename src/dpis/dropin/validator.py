@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dpis.coupling import layers as guards
-from dpis.coupling.layers import fix
+from dpis.coupling.forbidden_layers import checked_model, fix
 
 
 class ModuleValidator:
@@ -28,7 +27,7 @@ class ModuleValidator:
             strict: raise the first reason.
         """
         try:
-            guards.checked(module)
+            checked_model(module)
         except (ValueError, TypeError) as error:
             if strict:
                 raise

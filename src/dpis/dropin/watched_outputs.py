@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpis import batches
-from dpis.coupling.loss_replay import LossTape
-from dpis.dropin.session import MisuseError
-from dpis.errors import CouplingError
+from dpis.coupling.loss_tape import LossTape
+from dpis.errors import CouplingError, MisuseError
 
 _WEIGHTED = {
     functional.cross_entropy,

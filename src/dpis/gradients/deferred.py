@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpis import batches
-from dpis.coupling import layers as guards
+from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
 from dpis.gradients.record_gradients import Gradients, Weigh
 from dpis.gradients.recorder import Forward, Recorder
@@ -93,7 +93,7 @@ class DeferredGradients:
     """
 
     def __init__(self, module: nn.Module, *, batch_first: bool = True, check: bool = True) -> None:
-        self.module = guards.checked(module)
+        self.module = checked_model(module)
         self.row_dim = 0 if batch_first else 1
         self._output_dims: list[int | None] | None = None
         self._outputs: Any = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpis import batches
 from dpis.batches import Batch
-from dpis.coupling import layers as guards
+from dpis.coupling.forbidden_layers import checked_model
 from dpis.gradients.losses import Loss, Objective, objective_of
 from dpis.gradients.recorder import Recorder
 from dpis.gradients.tape import Tape
@@ -87,7 +87,7 @@ class RecordGradients:
             objective = objective_of(loss)
         elif loss is not None or objective is None:
             raise ValueError("Exactly one of loss and objective is required.")
-        self._recorder = Recorder(guards.checked(module), objective, rows_per_record, check)
+        self._recorder = Recorder(checked_model(module), objective, rows_per_record, check)
         self._given_chunk, self._expected_records = chunk, expected_records
         self._chunk: int | None = None
         self._batch_shaped: bool | None = None

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpis import batches
 from dpis.batches import Batch
-from dpis.coupling import layers as guards
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.forbidden_layers import checked_model
+from dpis.coupling.schedule import Looks
 from dpis.gradients.call_plan import (
     Beyond,
     Constant,
@@ -62,7 +62,7 @@ class Recorder:
     each call) and which parameters take the slow way.
 
     Args:
-        module: the model, checked by ``guards``.
+        module: the model, as `checked_model` returned it.
         objective: the loss of every row, or of the batch.
         rows_per_record: how many consecutive rows are one record.
         check: whether to compare with plain autograd at the first batch.
@@ -80,7 +80,7 @@ class Recorder:
         self._plan: Plan = {}
         self._ran_again = False
         self._slow: dict[str, str] = {}
-        self._passes = 0
+        self._looks = Looks()
         self._said, self._said_names = 0, set[str]()
 
     def record(self, batch: Batch, present: Tensor | None = None, real: int | None = None) -> Tape:
@@ -123,8 +123,7 @@ class Recorder:
         """Plan at the first batch; compare with plain autograd now and then."""
         self._require_unchanged()
         self.prepare(batch)
-        self._passes += 1
-        if self._check and time_to_look(self._passes):  # the first batch may not show all
+        if self._looks.due() and self._check:  # the first batch may not show all
             with self.undisturbed():
                 self._probe_ownership(batch)
                 self._compare_with_autograd(self._several(batch, real))
@@ -178,7 +177,7 @@ class Recorder:
 
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
-        guards.checked(self.module)
+        checked_model(self.module)
         now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         same = now.keys() == self.parameters.keys()
         if not same or any(now[name] is not p for name, p in self.parameters.items()):
@@ -382,7 +381,7 @@ class Recorder:
     def _several(self, batch: Batch, real: int | None) -> Batch:
         """Some records from all over the batch, in its order: a model may want the longest first."""
         records = real or batches.records(batch, self.rows_per_record)
-        most = COMPARED_FIRST if self._passes == 1 else COMPARED_LATER
+        most = COMPARED_FIRST if self._looks.occasions == 1 else COMPARED_LATER
         drawn = torch.randperm(records)[:most].sort().values
         index = drawn.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))

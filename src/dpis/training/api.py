@@ -17,8 +17,9 @@ from torch.utils.data import Dataset, default_collate
 
 from dpis import defaults
 from dpis.accounting import Accountant, CountSource
-from dpis.coupling import layers as guards
+from dpis.batches import tensors_of
 from dpis.coupling.collate import Collate
+from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
@@ -27,7 +28,7 @@ from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
 from dpis.training.progress import ProgressBar, Reporter, Silent
-from dpis.training.records import Augment, Records, tensors_of
+from dpis.training.records import Augment, Records
 from dpis.training.result import Result
 from dpis.training.run import Run, RunOptions
 from dpis.training.task import EarlyStop, Task
@@ -159,7 +160,7 @@ def train(
         Budget(epsilon=2.0, delta=1e-05)
     """
     where = torch.device(device)
-    model = guards.checked(model).to(where)
+    model = checked_model(model).to(where)
     records = Records(
         dataset,
         collate_fn=collate_fn,

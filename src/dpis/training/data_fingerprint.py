@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpis.coupling.tensors import flattened
+from dpis.batches import flattened
 from dpis.errors import InputError
 from dpis.randomness import Key
 from dpis.training.records import Records

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpis import batches
+from dpis.batches import tensors_of
 from dpis.errors import InputError
-from dpis.training.records import tensors_of
 
 Metric = Callable[[Any, Any], Tensor]
 """``metric(output, target)``: one value a row; they are averaged over all rows."""

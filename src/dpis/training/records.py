@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpis import batches
-from dpis.batches import Batch
+from dpis.batches import Batch, tensors_of
 from dpis.coupling.collate import Collate, CollateProbe
 from dpis.coupling.items import FetchProbe, fetches_at_once
 from dpis.coupling.padding import PaddingProbe
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError, InputError
 from dpis.files.users import UserIndex, choose_rows, group_by_user
 from dpis.generators import ItemChance, chance_of, seeded_generators, torch_generator
@@ -129,7 +129,7 @@ class Records:
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
         self._one_by_one = ItemChance(self.dataset.__getitem__)
         self._pairs: list[tuple[Batch, Batch]] = []
-        self._augmentations = 0
+        self._augment_looks = Looks()
 
     def __len__(self) -> int:
         return self._count
@@ -308,8 +308,7 @@ class Records:
         exchanged = batches.take(batch, places)
         if _equal(batch, exchanged):  # of equal records nothing shows
             return
-        self._augmentations += 1
-        if time_to_look(self._augmentations):
+        if self._augment_looks.due():
             other = self._apply_augment(exchanged, chance())
             if not self._same_but_for_first(changed, other, own):
                 raise CouplingError(_MIXES)
@@ -330,16 +329,6 @@ def _with_tensors(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
 def _equal(a: Batch, b: Batch) -> bool:
     pairs = zip(batches.tensors(a), batches.tensors(b), strict=True)
     return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
-
-
-def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, ...]:
-    """The tensors of a plain `TensorDataset`, to be indexed at once; of a class of its own none.
-
-    What such a class does to its items would be left out; so would what is not quite a tensor.
-    """
-    if type(dataset) is not TensorDataset:
-        return ()
-    return dataset.tensors if all(isinstance(t, Tensor) for t in dataset.tensors) else ()
 
 
 def _readable(shapes: list[torch.Size]) -> str:

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dpis.coupling.tensors import flattened
+from dpis.batches import flattened
 from dpis.training.code_identity import class_code, function_code, name_of
 from dpis.training.task import Task
 

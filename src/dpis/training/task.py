@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from dpis.coupling import layers as guards
+from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.shared_rows import refuse_rows_named_twice, share_rows
 from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective
@@ -68,7 +68,7 @@ class Task:
     card: ModelCard | None = None
 
     def __post_init__(self) -> None:
-        self.model = guards.checked(self.model)
+        self.model = checked_model(self.model)
         if (self.loss is None) == (self.objective is None):
             raise InputError("exactly one of loss and objective is required")
         if self.physical_batch is not None and self.physical_batch < 1:

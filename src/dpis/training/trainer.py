@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpis.batches import Batch
 from dpis.coupling.padding import SEES_PADDING
-from dpis.coupling.schedule import time_to_look
+from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
@@ -81,6 +81,7 @@ class Trainer:
         self._trial = Evaluation({}, 0)  # of the held-out metrics, before training
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
+        self._looks = Looks()  # at frozen parameters
         self._between_steps = False
         try:
             self._gradients = self._new_gradients()
@@ -176,7 +177,7 @@ class Trainer:
         draw = mechanism.draw()
         self._to_training_mode()
         with seeded_torch(key.stream("model", step)):
-            with unwritten(task.model, closely=time_to_look(step)):
+            with unwritten(task.model, closely=self._looks.due()):
                 update = mechanism.release_gradient_of_parts(
                     self._gradients, self._rows(draw), draw
                 )

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dpis.errors import CouplingError
 
 
-def checked(module: nn.Module) -> nn.Module:
+def checked_model(module: nn.Module) -> nn.Module:
     """The module that will be run, once nothing in it couples records by design.
 
     A module made by ``torch.compile`` is replaced by its original: the compiled graph cannot be
