@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.factor import Factor
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.base import Call, Ran
 from dpis.gradients.rules.recurrent import RULES

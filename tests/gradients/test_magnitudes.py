@@ -16,10 +16,10 @@ from dpis.gradients import RecordGradients
 from dpis.gradients.combine import Part, Place, Sum, combine
 from dpis.gradients.deferred import TapedGradients
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
-from dpis.gradients.factors.convolution import Convolution, convolution_factor
-from dpis.gradients.factors.convolution_geometry import Geometry
-from dpis.gradients.factors.convolution_phases import Phases
-from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.factors.correlation import Correlation, convolution_factor
+from dpis.gradients.factors.geometry import Geometry
+from dpis.gradients.factors.norms import squared_norms
+from dpis.gradients.factors.phases import Phases
 from dpis.gradients.record_gradients import Gradients
 from dpis.gradients.tape import Tape
 from dpis.mechanism.contribution import contribution_weights
@@ -118,13 +118,13 @@ KINDS: dict[str, Callable[[Scales], Factor]] = {
     "lookup-gram": lambda s: lookup(s, 6),
     "lookup-many": lambda s: lookup(s, 130),
     "convolution-gram": lambda s: convolution(
-        s, Convolution, (32, 32), 5, geometry(3, stride=2, padding=1)
+        s, Correlation, (32, 32), 5, geometry(3, stride=2, padding=1)
     ),
     "convolution-gram-groups": lambda s: convolution(
-        s, Convolution, (64, 64), 4, geometry(3, padding=1, groups=2)
+        s, Correlation, (64, 64), 4, geometry(3, padding=1, groups=2)
     ),
-    "convolution-explicit": lambda s: convolution(s, Convolution, (2, 3), 8, geometry(3)),
-    "convolution-by-element": lambda s: convolution(s, Convolution, (12, 3), 12, geometry(2)),
+    "convolution-explicit": lambda s: convolution(s, Correlation, (2, 3), 8, geometry(3)),
+    "convolution-by-element": lambda s: convolution(s, Correlation, (12, 3), 12, geometry(2)),
     "convolution-kept": lambda s: convolution(s, convolution_factor, (2, 3), 8, geometry(3)),
     "convolution-phases": lambda s: convolution(
         s, phases, (64, 4), 5, geometry(3, stride=2, padding=1)
@@ -248,7 +248,7 @@ def test_sums_whose_scaled_side_float32_does_not_hold(kind: str) -> None:
     factor: Factor = Outer(x, g)
     if kind == "convolution":
         x, g = x.mT.contiguous()[..., None], g.mT.contiguous()[..., None]
-        factor = Convolution(x, g, geometry(1))
+        factor = Correlation(x, g, geometry(1))
     norms = factor.squared_norms().sqrt()
     for only in torch.diag(1 / norms):
         assert _norm(factor.weighted_sum(only).double()) == pytest.approx(1.0, abs=5e-4)
@@ -342,7 +342,7 @@ def aligned_contributions(kind: str, records: int) -> Factor:
     if kind == "lookup":
         return Lookup(torch.zeros(records, 2, dtype=torch.int64), g.repeat(records, 2, 1), 3)
     if kind in ("kernels", "convolution"):
-        make = Convolution if kind == "convolution" else convolution_factor
+        make = Correlation if kind == "convolution" else convolution_factor
         inputs = x.view(1, 4, 2, 2).repeat(records, 1, 1, 1)
         return make(inputs, g.view(1, 16, 1, 1).repeat(records, 1, 1, 1), geometry(2))
     positions = {"outer": 1, "outer-positions": 3}[kind]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.aligned import product
-from dpis.gradients.factors import Dense, Factor, Lookup, Outer
-from dpis.gradients.factors.base import Kept
-from dpis.gradients.factors.outer import smallest
-from dpis.gradients.factors.squares import (
+from dpis.gradients.factors import Compound, Dense, Factor, Lookup, Outer
+from dpis.gradients.factors.factor import widest
+from dpis.gradients.factors.norms import (
     LARGEST_LOSS,
     MOST_CANCELLED,
     lost_in,
@@ -22,7 +21,7 @@ from dpis.gradients.factors.squares import (
     too_small,
     where_terms_cancel,
 )
-from dpis.gradients.factors.sums import widest
+from dpis.gradients.factors.outer import smallest
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,11 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Sum(Factor):
+class Sum(Compound):
     """``G_i = Σ_k G_i^(k)``: different kinds of use of the same elements.
 
     ``||Σ_k G^(k)||² = Σ_k ||G^(k)||² + 2 Σ_{k<m} <G^(k), G^(m)>``.
     """
-
-    terms: tuple[Factor, ...]
-
-    @property
-    def records(self) -> int:
-        """How many records the factor holds."""
-        return self.terms[0].records
 
     @property
     def shape(self) -> torch.Size:
@@ -107,18 +99,6 @@ class Sum(Factor):
         """The terms' gradients, added up."""
         return reduce(torch.add, (term.explicit() for term in self.terms))
 
-    def fold(self, rows_per_record: int) -> Sum:
-        """Term by term."""
-        return Sum(tuple(term.fold(rows_per_record) for term in self.terms))
-
-    def select(self, kept: Kept) -> Sum:
-        """Term by term."""
-        return Sum(tuple(term.select(kept) for term in self.terms))
-
-    def double(self) -> Sum:
-        """Term by term."""
-        return Sum(tuple(term.double() for term in self.terms))
-
 
 def inner_products(a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
     """``<A_i, B_i>`` for every record, and what it may lack because numbers were too small, in float64."""
@@ -141,7 +121,7 @@ def join(a: Factor, b: Factor) -> Factor:
         return a.join(b)
     if isinstance(a, Lookup) and isinstance(b, Lookup):
         return a.join(b)
-    if isinstance(a, Dense) and isinstance(b, Dense):
+    if type(a) is type(b) is Dense:
         return Dense(a.gradients + b.gradients)
     if isinstance(a, Sum):
         return _join_to_sum(a, b)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.combine import Part, squared_norms, weighted_sum
-from dpis.gradients.factors.base import Kept
-from dpis.gradients.factors.selection import chosen, kept_by
+from dpis.gradients.factors.factor import Kept, chosen, kept_by
 
 
 @dataclass(frozen=True, eq=False)

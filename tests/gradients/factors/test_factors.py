@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.combine import Sum, inner_products
-from dpis.gradients.factors import Dense, Factor, Lookup, Outer, squares
-from dpis.gradients.factors.convolution import Convolution
-from dpis.gradients.factors.convolution_geometry import Geometry
-from dpis.gradients.factors.squares import squared_norms
+from dpis.gradients.factors import Dense, Factor, Lookup, Outer, norms
+from dpis.gradients.factors.correlation import Correlation
+from dpis.gradients.factors.geometry import Geometry
+from dpis.gradients.factors.norms import squared_norms
 
 RECORDS = 6
 
@@ -111,9 +111,9 @@ def test_gram_norms_of_convolutions_that_cancel(offset: float) -> None:
     inputs = randn(4, 64, 6, 6) + offset
     grads = zero_sum(4, 16, 32, scale=1e4).mT.reshape(4, 32, 4, 4)
     inputs, grads = inputs.float(), grads.float()
-    factor = Convolution(inputs, grads, geometry)
+    factor = Correlation(inputs, grads, geometry)
     assert factor.by_gram
-    exact = Convolution(inputs.double(), grads.double(), geometry).explicit()
+    exact = Correlation(inputs.double(), grads.double(), geometry).explicit()
     law_norms_are_never_too_small(factor, exact)
 
 
@@ -142,7 +142,7 @@ def test_norms_of_shared_weights_that_cancel(scale: float) -> None:
 
 
 def test_a_norm_that_is_left_to_cancel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(squares, "where_terms_cancel", lambda sums, diagonals, exact: sums)
+    monkeypatch.setattr(norms, "where_terms_cancel", lambda sums, diagonals, exact: sums)
     with pytest.raises(AssertionError):
         test_gram_norms_that_cancel(1000)
 

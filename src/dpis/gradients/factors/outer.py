@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.aligned import filled_up
-from dpis.gradients.factors.base import Factor, Kept
 from dpis.gradients.factors.dense import Dense
-from dpis.gradients.factors.selection import chosen
-from dpis.gradients.factors.squares import from_gram_terms, lost_in, squared_norms
-from dpis.gradients.factors.sums import summed_products
+from dpis.gradients.factors.factor import Factor, OverPositions
+from dpis.gradients.factors.norms import from_gram_terms, lost_in, squared_norms
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Outer(Factor):
+class Outer(OverPositions):
     """``G_i = Σ_l output_grads[i, l] ⊗ inputs[i, l]``, of shape ``[O, I]``.
-
-    Rows of one record and uses of one weight are further positions ``l``, so their cross terms are
-    counted exactly.
 
     Example:
         >>> x, g = torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[3.0]]])
@@ -31,15 +26,12 @@ class Outer(Factor):
         tensor([45.0000], dtype=torch.float64)
     """
 
+    is_product = True
+
     inputs: Tensor
     """``[records, positions, I]``."""
     output_grads: Tensor
     """``[records, positions, O]``."""
-
-    @property
-    def records(self) -> int:
-        """How many records the factor holds."""
-        return self.inputs.shape[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -82,11 +74,8 @@ class Outer(Factor):
         pairs = zip(*blocks, strict=True)
         return torch.cat([squared_norms(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs])
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def block_sum(self, weights: Tensor) -> Tensor:
         """``(w ⊙ g)ᵀ x`` over records and positions at once: one matrix product."""
-        return summed_products(self, weights, Outer._block_sum)
-
-    def _block_sum(self, weights: Tensor) -> Tensor:
         x, g = self.inputs, self.output_grads
         w = weights.to(g.dtype)[:, None, None]
         if g.shape[2] <= x.shape[2]:  # scale the smaller of the two
@@ -98,34 +87,9 @@ class Outer(Factor):
         explicit = torch.bmm(_aligned(self.output_grads).mT, _aligned(self.inputs))
         return explicit[:, : self.shape[0], : self.shape[1]]
 
-    def fold(self, rows_per_record: int) -> Outer:
-        """The rows of a record become positions."""
-        if rows_per_record == 1:
-            return self
-        records = self.records // rows_per_record
-        return Outer(
-            self.inputs.reshape(records, -1, self.inputs.shape[2]),
-            self.output_grads.reshape(records, -1, self.output_grads.shape[2]),
-        )
-
-    def select(self, kept: Kept) -> Outer:
-        """The records with these indices alone."""
-        return Outer(chosen(self.inputs, kept), chosen(self.output_grads, kept))
-
-    def double(self) -> Outer:
-        """The same in float64."""
-        return Outer(self.inputs.double(), self.output_grads.double())
-
     def transpose(self) -> Outer:
         """The same gradients seen as those of the transposed weight."""
         return Outer(self.output_grads, self.inputs)
-
-    def join(self, other: Outer) -> Outer:
-        """The sum of both: the other's positions after these."""
-        return Outer(
-            torch.cat([self.inputs, other.inputs], dim=1),
-            torch.cat([self.output_grads, other.output_grads], dim=1),
-        )
 
 
 def smallest(factor: Outer) -> Factor:

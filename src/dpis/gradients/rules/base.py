@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpis.gradients.factors.base import Factor
+from dpis.gradients.factors.factor import Factor
 from dpis.gradients.layout import Layout
 
 HALF = (torch.bfloat16, torch.float16)

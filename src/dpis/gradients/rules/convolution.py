@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from dpis.errors import CouplingError
-from dpis.gradients.factors.convolution import convolution_factor
-from dpis.gradients.factors.convolution_geometry import Geometry, same_padding
-from dpis.gradients.factors.convolution_phases import Phases, channels_last, worth_splitting
+from dpis.gradients.factors.correlation import convolution_factor
 from dpis.gradients.factors.dense import Dense
+from dpis.gradients.factors.geometry import Geometry, same_padding
+from dpis.gradients.factors.phases import Phases, channels_last, worth_splitting
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.base import HALF, Call, ParameterFactor, Ran, Rule, RuleTable
 

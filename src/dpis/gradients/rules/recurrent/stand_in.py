@@ -18,8 +18,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from dpis.gradients.factors.base import Factor
 from dpis.gradients.factors.dense import Dense
+from dpis.gradients.factors.factor import Factor
 from dpis.gradients.factors.outer import Outer
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.recurrent import collect

@@ -1,4 +1,4 @@
-"""A convolution as one matrix product for each phase of its inputs (see convolution_geometry).
+"""A convolution as one matrix product for each phase of its inputs (see geometry.py).
 
 All kernel elements that look at a phase take it at once, ``x[q,:] W[:,(k,o)]``; each product belongs to the output
 position ``q − k``. With the output gradients brought back to the inputs that they belong to, ``s[q,(k,o)] = g[q−k,o]``,
@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from dpis.gradients import aligned
-from dpis.gradients.factors.base import Factor, Kept
-from dpis.gradients.factors.convolution_cost import cheaper_by_gram
-from dpis.gradients.factors.convolution_geometry import Geometry, Phase
+from dpis.gradients.factors.correlation import cheaper_by_gram
+from dpis.gradients.factors.factor import Compound, widest
+from dpis.gradients.factors.geometry import Geometry, Phase, Sizes
 from dpis.gradients.factors.outer import Outer, smallest
-from dpis.gradients.factors.sums import widest
 
 FLOATS_AT_ONCE = 1 << 18
 """So many numbers turn channels last at once: they stay in cache until they are split, and no large block of memory is
@@ -45,16 +44,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Split:
-    """One phase of images of a certain size, with the kernel elements that look at any of it."""
+    """One phase of images of a certain size, with the windows of all kernel elements that look at any of it."""
 
     phase: Phase
-    sizes: tuple[int, ...]
+    sizes: Sizes
     windows: tuple[Window, ...]
 
-    @property
-    def elements(self) -> list[int]:
-        """The kernel elements, counted as if the kernel were flat."""
-        return [window.element for window in self.windows]
+    def as_images(self, positions: Tensor) -> Tensor:
+        """``[rows, positions, ...]``, perhaps filled up, as ``[rows, *sizes, ...]``: a view."""
+        own = positions[:, : prod(self.sizes)]
+        return own.view(len(own), *self.sizes, *own.shape[2:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +75,11 @@ class Phases:
     @staticmethod
     def of(inputs: Tensor, geometry: Geometry) -> Phases:
         """The phases of some images, in copies of their own."""
+        channels = inputs.shape[1]
         splits = _splits(geometry, tuple(inputs.shape[2:]))
         values = tuple(_room_for(inputs, split) for split in splits)
         images = [
-            _images(room, inputs.shape[1], split)
+            split.as_images(room)[..., :channels].movedim(-1, 1)
             for room, split in zip(values, splits, strict=True)
         ]
         at_once = max(1, FLOATS_AT_ONCE // max(1, prod(inputs.shape[1:])))
@@ -104,30 +104,22 @@ class Phases:
         shape = torch.Size((output_grads.shape[1], self.inputs.shape[1], *self.geometry.kernel))
         sent = output_grads.movedim(1, -1).contiguous()
         each = zip(self.values, self.splits, strict=True)
-        parts = tuple(
-            smallest(Outer(seen, _brought_back(sent, seen, split))) for seen, split in each
-        )
-        return PhaseGradients(parts, self.splits, shape)
+        terms = (smallest(Outer(seen, _brought_back(sent, seen, split))) for seen, split in each)
+        return PhaseGradients(tuple(terms), self.splits, shape)
 
 
 @dataclass(frozen=True, eq=False)
-class PhaseGradients(Factor):
+class PhaseGradients(Compound):
     """Gradients of a kernel, phase by phase: no two phases share a kernel element.
 
     Attributes:
-        parts: of every phase, of shape ``[kernel elements · channels_out, channels_in]``, the last filled up.
+        terms: of every phase, of shape ``[kernel elements · channels_out, channels_in]``, the last filled up.
         splits: which phases these are.
         of_kernel: ``[channels_out, channels_in, *kernel]``.
     """
 
-    parts: tuple[Factor, ...]
     splits: tuple[Split, ...]
     of_kernel: torch.Size
-
-    @property
-    def records(self) -> int:
-        """How many records the factor holds."""
-        return self.parts[0].records
 
     @property
     def shape(self) -> torch.Size:
@@ -136,36 +128,20 @@ class PhaseGradients(Factor):
 
     def squared_norms(self) -> Tensor:
         """Those of the phases, added up."""
-        return torch.stack([part.squared_norms() for part in self.parts]).sum(0)
+        return torch.stack([term.squared_norms() for term in self.terms]).sum(0)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """One product for each phase."""
-        return self._joined([part.weighted_sum(weights) for part in self.parts])
+        return self._joined([term.weighted_sum(weights) for term in self.terms])
 
     def explicit(self) -> Tensor:
         """Every record's gradient."""
-        return self._joined([part.explicit() for part in self.parts])
-
-    def fold(self, rows_per_record: int) -> PhaseGradients:
-        """Phase by phase."""
-        return self._each(lambda part: part.fold(rows_per_record))
-
-    def select(self, kept: Kept) -> PhaseGradients:
-        """Phase by phase."""
-        return self._each(lambda part: part.select(kept))
-
-    def double(self) -> PhaseGradients:
-        """Phase by phase."""
-        return self._each(lambda part: part.double())
-
-    def _each(self, changed: Callable[[Factor], Factor]) -> PhaseGradients:
-        return replace(self, parts=tuple(map(changed, self.parts)))
+        return self._joined([term.explicit() for term in self.terms])
 
     def _joined(self, by_phase: Sequence[Tensor]) -> Tensor:
         """``[..., kernel elements · channels_out, channels_in]`` of the phases as ``[..., *shape]``."""
         channels_out, channels_in, *kernel = self.shape
-        before = by_phase[0].shape[:-2]
-        size = (*before, prod(kernel), channels_out, channels_in)
+        size = (*by_phase[0].shape[:-2], prod(kernel), channels_out, channels_in)
         joined = by_phase[0].new_zeros(size, dtype=widest(by_phase))
         for split, found in zip(self.splits, by_phase, strict=True):
             by_element = torch.unflatten(found[..., :channels_in], -2, (-1, channels_out))
@@ -183,14 +159,13 @@ class _Convolved(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.geometry = phases.geometry
-        channels_out, sizes = weight.shape[0], _output_sizes(phases.geometry, inputs.shape[2:])
+        channels_out, sizes = weight.shape[0], phases.geometry.output_sizes(inputs.shape[2:])
         outputs = weight.new_zeros(()) if bias is None else bias
         outputs = outputs.expand(inputs.shape[0], *sizes, channels_out).clone()
-        kernels = _by_phase(weight, phases)
+        kernels = _by_phase(weight, phases.splits)
         for seen, split, kernel in zip(phases.values, phases.splits, kernels, strict=True):
-            products = aligned.product(seen, kernel)
-            shape = (*split.sizes, len(split.windows), channels_out)
-            by_place = products[:, : prod(split.sizes)].view(-1, *shape)
+            products = torch.unflatten(aligned.product(seen, kernel), 2, (-1, channels_out))
+            by_place = split.as_images(products)
             for number, window in enumerate(split.windows):
                 outputs[window.outputs].add_(by_place[window.inputs][..., number, :])
         return outputs.movedim(-1, 1).contiguous()
@@ -199,11 +174,8 @@ class _Convolved(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
         geometry: Geometry = ctx.geometry
-        _, wanted, biased, _ = ctx.needs_input_grad
-        of_weight, of_bias = geometry.parameter_gradients(
-            inputs, grads[0], weight, wanted=(wanted, biased)
-        )
-        return None, of_weight, of_bias, None
+        wanted = ctx.needs_input_grad[1:3]
+        return None, *geometry.parameter_gradients(inputs, grads[0], weight, wanted=wanted), None
 
 
 def worth_splitting(inputs: Tensor, weight: Tensor, geometry: Geometry) -> bool:
@@ -214,7 +186,7 @@ def worth_splitting(inputs: Tensor, weight: Tensor, geometry: Geometry) -> bool:
 @lru_cache(maxsize=1024)
 def _worth_splitting(image: torch.Size, channels_out: int, geometry: Geometry) -> bool:
     sizes = tuple(image[1:])
-    sent = torch.Size((1, channels_out, *_output_sizes(geometry, sizes)))
+    sent = torch.Size((1, channels_out, *geometry.output_sizes(sizes)))
     products = sum(prod(s.sizes) * len(s.windows) for s in _splits(geometry, sizes))
     in_little_room = 0 < products * channels_out <= prod(image)
     return in_little_room and cheaper_by_gram(torch.Size((1, *image)), sent, 1, geometry)
@@ -226,84 +198,63 @@ def channels_last(images: Tensor) -> Tensor:
     if len(sizes) != 2 or sizes[0] != sizes[1] or not images.is_contiguous() or not images.numel():
         return images.contiguous(memory_format=torch.channels_last) if len(sizes) == 2 else images
     size = channels * sizes[0] ** 2
-    flat = images.as_strided(
-        (rows, size, 1, 1), (size, 1, size, size)
-    )  # one position: channels last as it is
-    return torch.pixel_shuffle(flat, sizes[0])
+    one_position = images.as_strided((rows, size, 1, 1), (size, 1, size, size))
+    return torch.pixel_shuffle(one_position, sizes[0])  # channels last as it is
 
 
 @lru_cache(maxsize=1024)
-def _splits(geometry: Geometry, sizes: tuple[int, ...]) -> tuple[Split, ...]:
+def _splits(geometry: Geometry, sizes: Sizes) -> tuple[Split, ...]:
     """The phases that any kernel element looks at."""
     found = []
     for phase in geometry.phases():
-        steps = zip(sizes, phase.starts, geometry.stride, strict=True)
-        some = tuple(len(range(start, size, step)) for size, start, step in steps)
-        windows = _windows(geometry, phase, some, _output_sizes(geometry, sizes))
+        some = geometry.sizes_of(phase, sizes)
+        windows = _windows(geometry, phase, some, geometry.output_sizes(sizes))
         if windows:
             found.append(Split(phase, some, windows))
     return tuple(found)
 
 
 def _windows(
-    geometry: Geometry, phase: Phase, sizes: tuple[int, ...], output_sizes: tuple[int, ...]
+    geometry: Geometry, phase: Phase, sizes: Sizes, output_sizes: Sizes
 ) -> tuple[Window, ...]:
     windows = []
     for taps in product(*phase.taps):
-        firsts = [max(0, -tap.shift) for tap in taps]
-        lasts = [min(o, s - tap.shift) for o, s, tap in zip(output_sizes, sizes, taps, strict=True)]
-        if any(first >= last for first, last in zip(firsts, lasts, strict=True)):
+        along = list(zip(output_sizes, sizes, (tap.shift for tap in taps), strict=True))
+        ranges = [(max(0, -shift), min(o, s - shift), shift) for o, s, shift in along]
+        if any(first >= last for first, last, _ in ranges):
             continue  # it looks at nothing but padding
-        element = 0
-        for tap, length in zip(taps, geometry.kernel, strict=True):
-            element = element * length + tap.element
-        ranges = list(zip(firsts, lasts, taps, strict=True))
         outputs = [slice(first, last) for first, last, _ in ranges]
-        inputs = [slice(first + tap.shift, last + tap.shift) for first, last, tap in ranges]
-        windows.append(Window(element, (slice(None), *outputs), (slice(None), *inputs)))
+        inputs = [slice(first + shift, last + shift) for first, last, shift in ranges]
+        every = slice(None)
+        windows.append(Window(geometry.element(taps), (every, *outputs), (every, *inputs)))
     return tuple(windows)
 
 
-def _output_sizes(geometry: Geometry, sizes: Sequence[int]) -> tuple[int, ...]:
-    settings = zip(
-        sizes, geometry.kernel, geometry.stride, geometry.padding, geometry.dilation, strict=True
-    )
-    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in settings)
-
-
-def _by_phase(weight: Tensor, phases: Phases) -> tuple[Tensor, ...]:
+def _by_phase(weight: Tensor, splits: Sequence[Split]) -> tuple[Tensor, ...]:
     """Of every phase, those kernel elements that look at it: ``[channels_in, elements · channels_out]``, filled up."""
-    elements = torch.tensor([e for split in phases.splits for e in split.elements])
+    elements = torch.tensor([window.element for split in splits for window in split.windows])
     by_element = weight.flatten(2).index_select(2, elements).permute(1, 2, 0).flatten(1)
     kernels = aligned.filled_up(by_element, -2)
-    return torch.split(kernels, [len(s.windows) * weight.shape[0] for s in phases.splits], dim=1)
+    return torch.split(kernels, [len(s.windows) * weight.shape[0] for s in splits], dim=1)
 
 
 def _room_for(inputs: Tensor, split: Split) -> Tensor:
     """``[rows, positions, channels]`` for one phase: zeros where both sizes are filled up, nothing else yet."""
-    rows, channels = inputs.shape[:2]
-    count = prod(split.sizes)
-    room = inputs.new_empty(
-        rows, count + aligned.missing(count), channels + aligned.missing(channels)
-    )
-    if aligned.missing(count):
+    channels, count = inputs.shape[1], prod(split.sizes)
+    more, more_channels = aligned.missing(count), aligned.missing(channels)
+    room = inputs.new_empty(len(inputs), count + more, channels + more_channels)
+    if more:
         room[:, count:] = 0
-    if aligned.missing(channels):
+    if more_channels:
         room[:, :count, channels:] = 0
     return room
-
-
-def _images(room: Tensor, channels: int, split: Split) -> Tensor:
-    """The same without what fills it up, as images ``[rows, channels, *spatial]``: a view."""
-    by_place = room[:, : prod(split.sizes)].view(room.shape[0], *split.sizes, room.shape[2])
-    return by_place[..., :channels].movedim(-1, 1)
 
 
 def _brought_back(output_grads: Tensor, seen: Tensor, split: Split) -> Tensor:
     """``s[q,(k,o)] = g[q−k,o]``, ``[rows, positions, elements · channels_out]``; ``g`` with its channels last."""
     rows, channels_out = output_grads.shape[0], output_grads.shape[-1]
     sent = output_grads.new_zeros(rows, seen.shape[1], len(split.windows), channels_out)
-    by_place = sent[:, : prod(split.sizes)].view(rows, *split.sizes, *sent.shape[2:])
+    by_place = split.as_images(sent)
     for number, window in enumerate(split.windows):
         by_place[window.inputs][..., number, :] = output_grads[window.outputs]
     return sent.flatten(2)

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 from dpis.errors import CouplingError
-from dpis.gradients.factors import convolution_gram, convolution_kernels
-from dpis.gradients.factors.base import Factor
-from dpis.gradients.factors.convolution import Convolution, convolution_factor
-from dpis.gradients.factors.convolution_geometry import Geometry
-from dpis.gradients.factors.convolution_phases import (
+from dpis.gradients.factors.correlation import (
+    Correlation,
+    convolution_factor,
+    explicit_norms,
+    gram_norms,
+)
+from dpis.gradients.factors.factor import Factor
+from dpis.gradients.factors.geometry import Geometry
+from dpis.gradients.factors.kernels import KernelGradients
+from dpis.gradients.factors.phases import (
     PhaseGradients,
     Phases,
     channels_last,
@@ -144,12 +149,12 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def keeping_activations(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
-    return Convolution(inputs, output_grads, geometry)
+    return Correlation(inputs, output_grads, geometry)
 
 
 def keeping_gradients(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
-    kept = Convolution(inputs, output_grads, geometry).channels_last_gradients()
-    return convolution_kernels.KernelGradients(kept)
+    kept = Correlation(inputs, output_grads, geometry).channels_last_gradients()
+    return KernelGradients(kept)
 
 
 def keeping_phases(inputs: Tensor, output_grads: Tensor, geometry: Geometry) -> Factor:
@@ -210,10 +215,10 @@ class TestAgainstOracle:
 @every_problem
 def test_both_ways_to_the_norms_agree(problem: Problem) -> None:
     inputs, output_grads = tensors(problem)
-    factor = Convolution(inputs, output_grads, problem.geometry, rows=2)
+    factor = Correlation(inputs, output_grads, problem.geometry, rows=2)
     ways = [
-        lambda *given: convolution_gram.norms_and_diagonals(*given)[:, 0],
-        convolution_kernels.squared_norms,
+        lambda *given: gram_norms(*given)[:, 0],
+        explicit_norms,
     ]
     by_gram, by_kernels = (factor._over_groups(way).view(3, -1).sum(1) for way in ways)
     assert relative(by_gram, by_kernels) < 1e-12
@@ -369,10 +374,8 @@ def test_the_choice_follows_the_sizes() -> None:
     few_positions = tensors(Problem("", (4, 4), (16, 32), settings={"padding": 1}))
     many_positions = tensors(Problem("", (32, 32), (4, 4), settings={"padding": 1}))
     padded = Geometry(kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1))
-    assert isinstance(convolution_factor(*few_positions, padded), Convolution)
-    assert isinstance(
-        convolution_factor(*many_positions, padded), convolution_kernels.KernelGradients
-    )
+    assert isinstance(convolution_factor(*few_positions, padded), Correlation)
+    assert isinstance(convolution_factor(*many_positions, padded), KernelGradients)
 
 
 def call_of(layer: torch.nn.Module, inputs: Tensor) -> Call:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dpis.gradients.factors.base import Factor
+    from dpis.gradients.factors.factor import Factor
 
 BLOCK = 1024
 MOST_CANCELLED = 100
@@ -39,14 +39,15 @@ def squared_norms(rows: Tensor) -> Tensor:
         tensor([2.5000e+01, 1.0000e-60], dtype=torch.float64)
     """
     squares = quick_squares(rows)
-    least = lost_in(rows.shape[-1]) / LARGEST_LOSS
-    if rows.dtype == torch.float64 or _all_within(squares, least):
+    if rows.dtype == torch.float64 or not squares.numel():
+        return squares
+    lost = lost_in(rows.shape[-1])
+    low, high = torch.aminmax(squares)
+    if lost / LARGEST_LOSS <= float(low) and float(high) < torch.inf:
         return squares
     flat = rows.reshape(-1, rows.shape[-1])
-    found = squares.flatten()
-    doubtful = and_not_zero(too_small(found, least), found, flat)
-    remade = made_anew(found, doubtful, lambda some: quick_squares(flat[some].double()))
-    return remade.view(squares.shape)
+    exact = lambda some: quick_squares(flat[some].double())  # noqa: E731
+    return small_made_anew(squares.flatten(), lost, flat, exact).view(squares.shape)
 
 
 def quick_squares(rows: Tensor) -> Tensor:
@@ -57,16 +58,31 @@ def quick_squares(rows: Tensor) -> Tensor:
     """
     length = rows.shape[-1]
     if length <= BLOCK:
-        return _norms(rows).double().square()
+        return torch.linalg.vector_norm(rows, dim=-1).double().square()  # type: ignore[no-any-return]
     whole = length - length % BLOCK
     blocks = rows[..., :whole].reshape(*rows.shape[:-1], -1, BLOCK)
-    squares = _norms(blocks).double().square().sum(-1)
+    squares: Tensor = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
     return squares if whole == length else squares + quick_squares(rows[..., whole:])
 
 
 def lost_in(products: int) -> float:
     """The most that a sum of so many products of float32 loses because they are too small."""
     return products * TINY
+
+
+def small_made_anew(
+    squares: Tensor, lost: float, sent: Tensor, exact: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Squared norms with those replaced that may lack too much, or are not finite.
+
+    Args:
+        squares: ``[records]``, float64.
+        lost: what each may lack because numbers were too small.
+        sent: as for ``and_not_zero``.
+        exact: as for ``made_anew``.
+    """
+    doubtful = too_small(squares, lost / LARGEST_LOSS)
+    return made_anew(squares, and_not_zero(doubtful, squares, sent), exact)
 
 
 def too_small(squares: Tensor, least: Tensor | float) -> Tensor:
@@ -149,15 +165,3 @@ def where_terms_cancel(sums: Tensor, diagonals: Tensor, exact: Callable[[], Tens
     if not bool(cancelled.any()):
         return sums
     return torch.where(cancelled, torch.maximum(exact(), LEAST_LEFT * diagonals.double()), sums)
-
-
-def _all_within(squares: Tensor, least: float) -> bool:
-    if not squares.numel():
-        return True
-    low, high = torch.aminmax(squares)
-    return least <= float(low) and float(high) < float("inf")
-
-
-def _norms(rows: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-    return norms

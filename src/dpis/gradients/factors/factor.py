@@ -1,0 +1,205 @@
+"""What a factor is: it answers the norms of per-example gradients, and their weighted sums.
+
+Sums are made in blocks of records, and in float64 where float32 does not hold the numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import isfinite
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+# Which records are kept: their indices, or a slice of all.
+Kept = Tensor | slice
+
+RECORDS_AT_ONCE = 512
+"""So many records are summed in float32; blocks of them are added up in float64.
+
+A sum of ``m`` contributions of norm one has norm at most ``m``, so each addition rounds by at most ``6e-8 m`` of one
+contribution. With 512 that is 3e-5, and as much was measured for whole blocks of contributions that all point the same
+way. One record more may shift all blocks behind it, whose errors are independent: ``3e-5 √blocks``, 3e-4 for
+`MANY_RECORDS`.
+"""
+
+MANY_RECORDS = 1 << 15
+"""More than these are summed in float64 within their blocks, too."""
+
+LEAST_WEIGHT = 1e-30
+"""Smaller weights lose digits in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Factor(ABC):
+    """The per-example gradients of one parameter, without (necessarily) holding them.
+
+    With ``G_i`` the gradient of record ``i``, a factor answers ``||G_i||²`` for every record and
+    ``Σ_i w_i G_i`` for weights chosen afterwards. Both come from the same stored tensors, so a sum
+    clipped by these norms is clipped exactly. Factors are values: no method changes one.
+    """
+
+    @property
+    @abstractmethod
+    def records(self) -> int:
+        """How many records the factor holds."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The shape of the parameter (or of the view of it) these are gradients of."""
+
+    @abstractmethod
+    def squared_norms(self) -> Tensor:
+        """``||G_i||²`` for every record, shape ``[records]``, in float64."""
+
+    @abstractmethod
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``Σ_i weights_i G_i``, of the parameter's shape, in float64 where float32 does not do.
+
+        Records of weight zero are left out before anything is multiplied. They cost nothing, and a
+        gradient among them that is not finite does not spoil the sum: ``0 * nan`` is ``nan``.
+        """
+
+    @abstractmethod
+    def explicit(self) -> Tensor:
+        """Every ``G_i``, shape ``[records, *shape]``: for tests, and cross terms of last resort."""
+
+    @abstractmethod
+    def fold(self, rows_per_record: int) -> Factor:
+        """Read each run of ``rows_per_record`` rows as one record; its gradient is their sum."""
+
+    @abstractmethod
+    def select(self, kept: Kept) -> Self:
+        """The records with these indices alone."""
+
+    @abstractmethod
+    def double(self) -> Self:
+        """The same numbers in float64, which holds the squares of all products of two of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(Factor):
+    """Made of tensors that have one entry for each record in front."""
+
+    is_product: ClassVar[bool] = False
+    """Whether gradients are products of two tensors, one of which is scaled by the weights."""
+
+    @property
+    def records(self) -> int:
+        """The length of any of the tensors."""
+        return next(len(stored) for stored in vars(self).values() if isinstance(stored, Tensor))
+
+    @abstractmethod
+    def block_sum(self, weights: Tensor) -> Tensor:
+        """``Σ_i weights_i G_i`` of a block of records, in the precision of the factor."""
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Block by block: in float64 where several were added up, else as `block_sum` gives it."""
+        kept, factor = kept_by(weights), self
+        if kept is not None:
+            factor, weights = self.select(kept), chosen(weights, kept)
+        if factor.records <= RECORDS_AT_ONCE:
+            return factor._finite_block_sum(weights)
+        total = torch.zeros((), dtype=torch.float64, device=weights.device)
+        for first in range(0, factor.records, RECORDS_AT_ONCE):
+            place = slice(first, min(first + RECORDS_AT_ONCE, factor.records))
+            block = factor.select(place)
+            block = block.double() if factor.records > MANY_RECORDS else block
+            part = block._finite_block_sum(weights[place])
+            total = total.add_(part) if total.ndim else part.double()
+        return total
+
+    def _finite_block_sum(self, weights: Tensor) -> Tensor:
+        """A scaled side may be too large for float32 where the other is tiny, or zero: float64 holds it."""
+        if not self.is_product or not len(weights):
+            return self.block_sum(weights)
+        if float(weights.abs().amin()) >= LEAST_WEIGHT:
+            total = self.block_sum(weights)
+            if isfinite(float(total.sum())):
+                return total
+        return self.double().block_sum(weights)
+
+    def select(self, kept: Kept) -> Self:
+        """These entries of every tensor."""
+        return self.each_tensor(lambda tensor: chosen(tensor, kept))
+
+    def double(self) -> Self:
+        """Every tensor but indices."""
+        return self.each_tensor(lambda t: t.double() if t.is_floating_point() else t)
+
+    def each_tensor(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """The same factor with every tensor changed."""
+        stored = vars(self).items()
+        return replace(self, **{n: change(t) for n, t in stored if isinstance(t, Tensor)})
+
+
+@dataclass(frozen=True, eq=False)
+class OverPositions(Stored):
+    """Its tensors are ``[records, positions, ...]``: ``G_i`` is a sum over positions.
+
+    Rows of one record and uses of one weight are further positions, so their cross terms are
+    counted exactly.
+    """
+
+    def fold(self, rows_per_record: int) -> Self:
+        """The rows of a record become positions."""
+        if rows_per_record == 1:
+            return self
+        records = self.records // rows_per_record
+        return self.each_tensor(lambda tensor: tensor.reshape(records, -1, *tensor.shape[2:]))
+
+    def join(self, other: Self) -> Self:
+        """The sum of both: the other's positions after these."""
+        others = (stored for stored in vars(other).values() if isinstance(stored, Tensor))
+        return self.each_tensor(lambda tensor: torch.cat([tensor, next(others)], dim=1))
+
+
+@dataclass(frozen=True, eq=False)
+class Compound(Factor):
+    """The sum of other factors of the same records."""
+
+    terms: tuple[Factor, ...]
+
+    @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.terms[0].records
+
+    def fold(self, rows_per_record: int) -> Self:
+        """Term by term."""
+        return self._each(lambda term: term.fold(rows_per_record))
+
+    def select(self, kept: Kept) -> Self:
+        """Term by term."""
+        return self._each(lambda term: term.select(kept))
+
+    def double(self) -> Self:
+        """Term by term."""
+        return self._each(lambda term: term.double())
+
+    def _each(self, change: Callable[[Factor], Factor]) -> Self:
+        return replace(self, terms=tuple(map(change, self.terms)))
+
+
+def chosen(tensor: Tensor, kept: Kept) -> Tensor:
+    """The rows of a tensor that are kept: a view where they are a slice."""
+    return tensor[kept] if isinstance(kept, slice) else tensor.index_select(0, kept)
+
+
+def kept_by(weights: Tensor) -> Kept | None:
+    """The records of non-zero weight; None: all. If only the last ones have none, what is kept is a slice."""
+    if bool(weights.all()):
+        return None
+    kept = weights.nonzero().squeeze(1)
+    first = slice(len(kept))
+    return first if bool(weights[first].all()) else kept
+
+
+def widest(sums: Sequence[Tensor]) -> torch.dtype:
+    """A precision that holds all of them: some may be float64, others not."""
+    return reduce(torch.promote_types, (total.dtype for total in sums))
