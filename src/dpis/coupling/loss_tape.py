@@ -68,28 +68,20 @@ class LossTape:
         self._constants: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}  # of constants that no call has written to
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_tape, ()
+    def close(self) -> list[Tensor]:
+        """Nothing is written down from now on, and nothing kept.
 
-    def close(self) -> None:
-        """Nothing is written down from now on, and nothing kept; what has no gradient is a plain tensor again."""
-        self.open = False
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in self._held:
-                if vars(tensor).get("tape") is self and not tensor.requires_grad:
-                    del vars(tensor)["tape"]
-                    tensor.__class__ = Tensor
+        Returns:
+            All tensors that were.
+        """
+        self.open, held = False, self._held
         self._calls, self._slots, self._held = [], {}, []
         self._leaves, self._constants, self._versions = {}, {}, {}
+        return held
 
     def begin(self, output: Tensor, leaf: Tensor) -> None:
         """An output, as the loop gets it, is a copy of this leaf."""
         self._leaves[self._new(output)] = leaf
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """Where gradients of outputs arrive."""
-        return list(self._leaves.values())
 
     def slot(self, tensor: Tensor) -> int | None:
         """Where a tensor stands, if it was made by what was written down."""
@@ -231,7 +223,3 @@ def _precision(device: str) -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype(device),
         "enabled": torch.is_autocast_enabled(device),
     }
-
-
-def _no_tape() -> None:
-    """What a copy of a tensor has of the tape of the original."""

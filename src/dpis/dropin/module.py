@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpis.coupling.outputs import watched_outputs
 from dpis.coupling.writes import unwritten
 from dpis.dropin.session import Session
-from dpis.dropin.watched_outputs import watched_outputs
 from dpis.errors import MisuseError
 
 

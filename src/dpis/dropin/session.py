@@ -15,6 +15,7 @@ from dpis import batches
 from dpis.coupling.items import Places
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
+from dpis.coupling.outputs import unwatch
 from dpis.coupling.padding import PaddedOtherwise
 from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import ModelState, unwritten
@@ -283,7 +284,7 @@ class Session:
 
     def _close_tape(self) -> None:
         if self._tape is not None:
-            self._tape.close()
+            unwatch(self._tape)
         self._tape = None
 
     # ── the optimizer's side ─────────────────────────────────────────────────────────────────────────

@@ -1,27 +1,64 @@
-"""Outputs that watch what is done with them: a loss that couples records is refused where it is computed."""
+"""Outputs that watch what is done with them: a loss that couples records is refused where it is computed.
+
+They are tensors of a class of their own, as torch offers it: whatever is computed from them is of this class too, and
+passes through `WatchedOutput.__torch_function__`. Nothing is hung on tensors; which belong to a step is kept beside
+them, for as long as they live. Two classes are changed, because nothing else would do: a plain tensor that outputs
+were written into, and at the end of a step what has no gradient, so that a figure that a loop keeps is a plain tensor.
+
+A `TorchFunctionMode` from the forward pass to the step would need no class, and would see less. It belongs to the
+thread that entered it, and a loss may be computed in another. It would be left elsewhere than it was entered, among
+modes that the loop enters and leaves in between (``with torch.device(...)``), each of which takes the topmost away. And
+after an error in the loop it would go on to watch all that the process does.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpis import batches
+from dpis.coupling.loss import refuse_batch_wide_mean
 from dpis.coupling.loss_tape import LossTape
-from dpis.errors import CouplingError, MisuseError
+from dpis.errors import MisuseError
 
-_WEIGHTED = {
-    functional.cross_entropy,
-    functional.nll_loss,
-    functional.multi_margin_loss,
-}
+_LEAVES: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+"""Where gradients of outputs arrive."""
+_TAPES: MutableMapping[Tensor, weakref.ref[LossTape]] = WeakTensorKeyDictionary()
+"""A weak reference to the tape of a watched tensor, where there is one."""
 
 
-_MARK = "_output_of_a_private_model"
+def watched_outputs(outputs: Any, tape: LossTape | None = None) -> Any:
+    """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
+
+    Args:
+        outputs: of the model, leaves where they are open to gradients.
+        tape: writes down what is made of them, and looks at a loss before it is differentiated; None: nobody does.
+    """
+
+    def watched(leaf: Tensor) -> Tensor:
+        if not leaf.requires_grad:
+            return leaf
+        _LEAVES[leaf] = True
+        copy = leaf.clone().as_subclass(WatchedOutput)
+        if tape is not None:
+            _TAPES[copy] = weakref.ref(tape)
+            tape.begin(copy, leaf)
+        return copy
+
+    return batches.apply(watched, outputs)
+
+
+def unwatch(tape: LossTape) -> None:
+    """The step is taken: nothing is written down from now on, and what has no gradient is a plain tensor again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in tape.close():
+            if isinstance(tensor, WatchedOutput) and not tensor.requires_grad:
+                tensor.__class__ = Tensor  # type: ignore[assignment]
 
 
 class WatchedOutput(Tensor):
@@ -29,12 +66,7 @@ class WatchedOutput(Tensor):
 
     Whatever is computed from it with a gradient is watched too; what has none (``loss.detach()``) is a plain tensor,
     unless there is a tape: then it is watched until the step.
-
-    Attributes:
-        tape: writes down what is done with it, and looks at a loss before it is differentiated; None: nobody does.
     """
-
-    tape: LossTape | None = None
 
     @classmethod
     def __torch_function__(
@@ -46,13 +78,12 @@ class WatchedOutput(Tensor):
     ) -> Any:
         """Look at the call, then let it happen."""
         kwargs = kwargs or {}
-        if function in _WEIGHTED:
-            _refuse_batch_wide_mean(function, args, kwargs)
+        refuse_batch_wide_mean(function, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             given = list(batches.tensors((args, kwargs)))
             if torch.is_grad_enabled():
                 _refuse_strangers(given)
-            tape = next((tape for tape in map(_tape_of, given) if tape), None)
+            tape = next((tape for tape in map(_open_tape_of, given) if tape), None)
             if function is Tensor.backward and tape is not None:
                 tape.look(tape, args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
             call = None if tape is None else tape.before(function, args, kwargs)
@@ -69,8 +100,9 @@ class WatchedOutput(Tensor):
         return result
 
 
-def _tape_of(tensor: Tensor) -> LossTape | None:
-    tape = tensor.tape if isinstance(tensor, WatchedOutput) else None
+def _open_tape_of(tensor: Tensor) -> LossTape | None:
+    known = _TAPES.get(tensor)
+    tape = None if known is None else known()
     return tape if tape is not None and tape.open else None
 
 
@@ -78,37 +110,17 @@ def _watch_from_now_on(written: object, tape: LossTape | None) -> None:
     """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too."""
     if type(written) is Tensor and written.requires_grad and not written.is_leaf:
         written.__class__ = WatchedOutput
-        written.tape = tape  # type: ignore[attr-defined]
+        _passed_on(written, tape)
 
 
 def _passed_on(tensor: Tensor, tape: LossTape | None) -> Tensor:
     if not isinstance(tensor, WatchedOutput):
         return tensor
-    if not tensor.requires_grad and tape is None:
+    if tape is not None:
+        _TAPES[tensor] = weakref.ref(tape)
+    elif not tensor.requires_grad:
         return tensor.as_subclass(Tensor)
-    tensor.tape = tape
     return tensor
-
-
-def watched_outputs(outputs: Any, tape: LossTape | None = None) -> Any:
-    """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
-
-    Args:
-        outputs: of the model.
-        tape: to write down what is made of them.
-    """
-
-    def watched(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        setattr(tensor, _MARK, True)
-        copy = tensor.clone().as_subclass(WatchedOutput)
-        copy.tape = tape
-        if tape is not None:
-            tape.begin(copy, tensor)
-        return copy
-
-    return batches.apply(watched, outputs)
 
 
 def _refuse_strangers(given: Sequence[Tensor]) -> None:
@@ -135,29 +147,7 @@ def _trained(tensor: Tensor) -> bool:
             continue
         seen.add(node)
         arrives_at = getattr(node, "variable", None)
-        if arrives_at is not None and not hasattr(arrives_at, _MARK):
+        if arrives_at is not None and arrives_at not in _LEAVES:
             return True
         waiting.extend(following for following, _ in node.next_functions)
     return tensor.is_leaf
-
-
-def _refuse_batch_wide_mean(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    given = inspect.signature(function).bind(*args, **kwargs)
-    given.apply_defaults()
-    values = given.arguments
-    if values.get("reduction", "mean") != "mean":
-        return
-    if values.get("weight") is not None and function is not functional.multi_margin_loss:
-        raise CouplingError(_DIVIDED.format("class weights", "the sum of the weights"))
-    target, ignored = values.get("target"), values.get("ignore_index")
-    is_labels = isinstance(target, Tensor) and not target.is_floating_point()
-    if is_labels and ignored is not None and bool(torch.any(target == ignored)):
-        raise CouplingError(_DIVIDED.format("ignored targets", "how many targets count"))
-
-
-_DIVIDED = (
-    "A mean with {0} divides by {1} in the whole batch: every record's gradient then depends on the others and the "
-    "guarantee would not hold. Use reduction='none', average each record's own terms, and take the mean of these"
-)
