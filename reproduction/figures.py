@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from dpis.accounting import Budget, Cadence, Release, Workload, plan_adaptive
-from dpis.accounting.adaptive import count_noise_multiplier
-from dpis.accounting.verify import COUNT
 from dpis.app.page.charts import STYLES, Chart, Series
-from dpis.errors import DpisError, InputError
+from dpis.errors import DpisError
 from reproduction import published
-from reproduction.noise_causes import NoiseCauses, noise_causes, workload_of
-from reproduction.rows import (
-    Row,
-    clips_adaptively,
-    measured,
-    method_name,
-    of_last_setting,
-    option,
-    select,
-)
-from reproduction.settings import PAPER
+from reproduction.noise_causes import NoiseCauses, causes_of
+from reproduction.recipes import PAPER
+from reproduction.rows import Row, measured, of_last_setting, select
+from reproduction.tables import at_epsilon, method_name
 
 
 def method_style(method: str) -> int:
@@ -39,10 +28,10 @@ def noise_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     for epsilon in published.FIGURE_1_EPSILONS:
         row = _run_of_dpis(rows, published.FIGURE_1_DATASET, epsilon, ("figure1", "table3"))
         series, note = ([], None) if row is None else _explained(row, epsilon)
-        title = f"Noise by epoch, {published.DATASETS[published.FIGURE_1_DATASET]}, ε\u00a0=\u00a0{epsilon:g}"
+        shown = published.DATASETS[published.FIGURE_1_DATASET]
         yield Chart(
             key=f"noise-{epsilon:g}".replace(".", "-"),
-            title=title,
+            title=f"Noise by epoch, {shown}, {at_epsilon(epsilon)}",
             x="epoch",
             y="noise multiplier sigma_G",
             epochs=True,
@@ -81,41 +70,6 @@ def _explained(row: Row, epsilon: float) -> tuple[list[Series], str]:
             f"Not drawn, since the causes cannot be told from the run of seed {row.get('seed')}: {error}.",
         )
     return _noise_series(causes), _noise_note(row, causes, epsilon)
-
-
-def causes_of(row: Row) -> NoiseCauses:
-    """The two causes of an adaptive row's noise.
-
-    Raises:
-        InputError: The row does not say enough.
-    """
-    if option(row, "normalise") == "channel":
-        raise InputError("channel statistics were released too, at a cost that a row does not tell")
-    claim, history = row.get("claim") or {}, row.get("history") or []
-    budget = Budget(_number(claim, "epsilon"), _number(claim, "delta"))
-    rates, kappas, sigmas = (
-        [_number(epoch, name) for epoch in history]
-        for name in ("sampling_rate", "kappa", "grad_noise_multiplier")
-    )
-    workload = workload_of(int(_number(claim, "n_public")), list(zip(rates, kappas, strict=True)))
-    return noise_causes(budget, workload, _filter_order(row, budget, workload), kappas, sigmas)
-
-
-def _number(said: Mapping[str, Any], name: str) -> float:
-    value = said.get(name)
-    if not isinstance(value, int | float):
-        raise InputError(f"{name} must be a number, found {value!r}")
-    return float(value)
-
-
-def _filter_order(row: Row, budget: Budget, workload: Workload) -> int:
-    """The Renyi order of the run's filter, which follows from its public plan."""
-    releases = []
-    if row["claim"].get("n_public_source") == "released":
-        releases.append(Release(COUNT, count_noise_multiplier(workload.n_public)))
-    cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * clips_adaptively(row)
-    plan = plan_adaptive(budget, workload, releases=releases, norm_releases_per_epoch=cadences)
-    return plan.order
 
 
 def _noise_series(causes: NoiseCauses) -> list[Series]:
@@ -219,7 +173,7 @@ def _kappa_series(rows: Sequence[Row], dataset: str) -> Iterator[Series]:
             continue
         told = [epoch for epoch in row["history"] if epoch.get("kappa") is not None]
         yield Series(
-            f"ε\u00a0=\u00a0{epsilon:g}, seed {row.get('seed')}",
+            f"{at_epsilon(epsilon)}, seed {row.get('seed')}",
             [(float(epoch["epoch"]), float(epoch["kappa"])) for epoch in told],
             f"{epsilon:g}",
             style=style,
@@ -275,7 +229,7 @@ def _work_chart(
         )
     return Chart(
         key=f"work-{dataset}",
-        title=f"{shown}: accuracy by work, ε\u00a0=\u00a0{epsilon:g}",
+        title=f"{shown}: accuracy by work, {at_epsilon(epsilon)}",
         x="gradients computed",
         y="test accuracy, %",
         series=series,

@@ -13,13 +13,25 @@ two what the schedule moved from early epochs to late ones. That second part a D
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dpis.accounting import Budget, PoissonGaussian, Workload, adaptive_step
+from dpis.accounting import (
+    Budget,
+    Cadence,
+    PoissonGaussian,
+    Release,
+    Workload,
+    adaptive_step,
+    plan_adaptive,
+)
+from dpis.accounting.adaptive import count_noise_multiplier
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.renyi import renyi_budget, renyi_divergence
+from dpis.accounting.verify import COUNT
 from dpis.errors import InputError
+from reproduction.rows import Row, clips_adaptively, option
 
 _TOLERANCE = 1e-6
 
@@ -89,3 +101,38 @@ def workload_of(n_public: int, history: Sequence[tuple[float, float]]) -> Worklo
     event = PoissonGaussian(sampling_rate=rate, noise_multiplier=1.0)  # refused if it is no rate
     batch_size = round(event.sampling_rate * kappa * n_public)
     return Workload.create(n_public=n_public, batch_size=batch_size, epochs=len(history))
+
+
+def causes_of(row: Row) -> NoiseCauses:
+    """The two causes of an adaptive row's noise.
+
+    Raises:
+        InputError: The row does not say enough.
+    """
+    if option(row, "normalise") == "channel":
+        raise InputError("channel statistics were released too, at a cost that a row does not tell")
+    claim, history = row.get("claim") or {}, row.get("history") or []
+    budget = Budget(_number(claim, "epsilon"), _number(claim, "delta"))
+    rates, kappas, sigmas = (
+        [_number(epoch, name) for epoch in history]
+        for name in ("sampling_rate", "kappa", "grad_noise_multiplier")
+    )
+    workload = workload_of(int(_number(claim, "n_public")), list(zip(rates, kappas, strict=True)))
+    return noise_causes(budget, workload, _filter_order(row, budget, workload), kappas, sigmas)
+
+
+def _number(said: Mapping[str, Any], name: str) -> float:
+    value = said.get(name)
+    if not isinstance(value, int | float):
+        raise InputError(f"{name} must be a number, found {value!r}")
+    return float(value)
+
+
+def _filter_order(row: Row, budget: Budget, workload: Workload) -> int:
+    """The Renyi order of the run's filter, which follows from its public plan."""
+    releases = []
+    if row["claim"].get("n_public_source") == "released":
+        releases.append(Release(COUNT, count_noise_multiplier(workload.n_public)))
+    cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * clips_adaptively(row)
+    plan = plan_adaptive(budget, workload, releases=releases, norm_releases_per_epoch=cadences)
+    return plan.order

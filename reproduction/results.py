@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import lzma
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from dpis.accounting import verify_ledger
-from dpis.errors import DpisError, InputError
+from dpis.errors import InputError
 from dpis.runs.folder import FolderLock
-from reproduction.cell import Cell, key_of
-from reproduction.row_claims import contradiction
-from reproduction.row_types import Row, row_from_line
+from reproduction.cells import TableCell, key_of
+from reproduction.rows import Row, row_from_line
 
 TUNING = "tuning"
 """The file of rows that were measured on a validation split."""
@@ -47,7 +43,7 @@ class Results:
                 f"cannot write rows to {self.folder}: {error.strerror}. Choose another folder by --results"
             ) from None
 
-    def find(self, cell: Cell) -> Row | None:
+    def find(self, cell: TableCell) -> Row | None:
         """The cell's row; or that of the same run in another table, made out for this one and written."""
         same_run = [row for row in self._rows if key_of(row["options"]) == cell.key]
         for row in same_run:
@@ -84,7 +80,7 @@ def _identity(row: Row) -> tuple[str, str, str]:
     return row["table"], row["recipe"], key_of(row["options"])
 
 
-def ledger_path(folder: Path, row: Mapping[str, Any]) -> Path:
+def ledger_path(folder: Path, row: Row) -> Path:
     """Where the ledger of a row is kept."""
     return folder / "ledgers" / f"{row['ledger_sha256'][:16]}.jsonl.xz"
 
@@ -93,11 +89,15 @@ def load_rows(folder: Path, *, with_tuning: bool = False) -> list[Row]:
     """All rows of a folder: of the tables, and if asked for of the search for settings."""
     if not folder.is_dir():
         raise InputError(f"no rows in {folder}: there is no such folder")
-    rows = []
+    rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         if path.stem == TUNING and not with_tuning:
             continue
-        for number, line in enumerate(_lines(path), start=1):
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from None
+        for number, line in enumerate(lines, start=1):
             rows.append(row_from_line(line, f"{path}, line {number}"))
     return rows
 
@@ -110,41 +110,3 @@ def some_rows(folder: Path, *, with_tuning: bool = False) -> list[Row]:
             f"no rows in {folder}: run cells first (`python -m reproduction table3`), or name another folder"
         )
     return rows
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        return path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-
-
-def check_ledgers(folder: Path) -> tuple[int, list[str]]:
-    """Verify the ledger of every private row anew: how many rows there are, and what is wrong with which."""
-    rows = [row for row in some_rows(folder, with_tuning=True) if row["epsilon"] is not None]
-    problems = []
-    for row in rows:
-        named = ("table", "dataset", "method", "recipe", "epsilon", "accountant", "seed")
-        where = " ".join(str(row[name]) for name in named)
-        problem = _problem(folder, row)
-        if problem is not None:
-            problems.append(f"{where}: {problem}")
-    return len(rows), problems
-
-
-def _problem(folder: Path, row: Row) -> str | None:
-    path = ledger_path(folder, row)
-    try:
-        ledger = lzma.decompress(path.read_bytes())
-    except (OSError, lzma.LZMAError) as error:
-        return f"its ledger cannot be read: {error}"
-    if hashlib.sha256(ledger).hexdigest() != row["ledger_sha256"]:
-        return "its ledger is another one"
-    with tempfile.TemporaryDirectory() as scratch:
-        unpacked = Path(scratch) / "ledger.jsonl"
-        unpacked.write_bytes(ledger)
-        try:
-            verdict = verify_ledger(unpacked)
-        except DpisError as error:
-            return f"does not hold: {error}"
-    return contradiction(row, verdict) or verdict.problem

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dpis.errors import DpisError
-from reproduction.cell import Cell
+from reproduction.cells import TableCell
 from reproduction.results import Results
-from reproduction.row_types import Row
+from reproduction.rows import Row
 
 Say = Callable[[str], None]
 
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run_missing(
-    cells: Sequence[Cell],
+    cells: Sequence[TableCell],
     results: Results,
     runs: Path,
     *,
@@ -60,16 +60,15 @@ def run_missing(
     missing = [cell for cell in cells if results.find(cell) is None]
     waiting = list({cell.key: cell for cell in missing}.values())
     deadline = time.monotonic() + 60 * budget_minutes
-    commit = (
-        commit_of_code()
-    )  # once: the workers keep the code they begin with, whatever is committed meanwhile
+    # Once: the workers keep the code they begin with, whatever is committed meanwhile.
+    commit = commit_of_code()
     done, failed = 0, []
     if waiting:
         say(f"{len(cells) - len(missing)} of {len(cells)} cells are there, {len(waiting)} to run")
     with ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), _prepare_worker, (processes,)
     ) as pool:
-        running: dict[Future[tuple[Row, bytes | None]], Cell] = {}
+        running: dict[Future[tuple[Row, bytes | None]], TableCell] = {}
         while running or (waiting and time.monotonic() < deadline):
             while waiting and len(running) < processes and time.monotonic() < deadline:
                 cell = waiting.pop(0)
@@ -99,7 +98,8 @@ def _prepare_worker(processes: int) -> None:
     # A shell's background job comes with interrupts ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(max(1, (torch.get_num_threads() if processes == 1 else 1)))
+    if processes > 1:
+        torch.set_num_threads(1)
 
 
 def _end_with_parent() -> None:
@@ -116,18 +116,21 @@ def _end_with_parent() -> None:
 _at_work = threading.Lock()
 
 
-def _work(cell: Cell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
+def _work(cell: TableCell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
     with _at_work:
         return run_cell(cell, runs, commit)
 
 
-def run_cell(cell: Cell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
+def run_cell(cell: TableCell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
     """Train it, verify its ledger, and make out its row."""
     from dpis.app.jobs import JobOptions, resume_job, start_job
     from dpis.runs.folder import FolderLock, RunFolder
     from dpis.training.progress import Silent
 
-    folder = runs / f"{cell.folder_name}-{_short_hash(cell.key, commit)}"
+    named = (cell.table, cell.dataset, cell.method, cell.recipe, cell.accountant, cell.epsilon)
+    name = "-".join(str(part) for part in named if part is not None)
+    digest = hashlib.sha256(f"{cell.key} {commit}".encode()).hexdigest()[:8]
+    folder = runs / f"{name}-seed{cell.seed}-{digest}"
     runs.mkdir(parents=True, exist_ok=True)
     beside = folder.with_name(f"{folder.name}.lock")
     beside.touch()
@@ -144,7 +147,7 @@ def run_cell(cell: Cell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
 
 
 def _row(
-    cell: Cell, folder: Path, summary: dict[str, Any], commit: str
+    cell: TableCell, folder: Path, summary: dict[str, Any], commit: str
 ) -> tuple[Row, bytes | None]:
     ledger = _verified_ledger(folder) if cell.epsilon is not None else None
     row = {
@@ -217,11 +220,7 @@ def _processor() -> str:
     return names[0] if names else "unknown processor"
 
 
-def _short_hash(*words: str) -> str:
-    return hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-
-
-def _name(cell: Cell) -> str:
+def _name(cell: TableCell) -> str:
     privacy = (
         "not private" if cell.epsilon is None else f"epsilon {cell.epsilon:g} {cell.accountant}"
     )

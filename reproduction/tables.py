@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from reproduction import published
 from reproduction.published import Grid
-from reproduction.rows import (
-    RECIPES,
-    Measured,
-    Row,
-    clips_adaptively,
-    counted,
-    measured,
-    method_name,
-    option,
-)
-from reproduction.settings import OURS, PAPER
+from reproduction.recipes import OURS, PAPER, RECIPES
+from reproduction.rows import Measured, Row, clips_adaptively, measured, option, select
 
 ACCOUNTS = {
     "rdp": "Accounted by RDP, as the paper: a released count of records is charged to every method",
@@ -27,7 +18,7 @@ ACCOUNTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class Comparison:
     """Ours beside the published figure."""
 
     ours: Measured | None
@@ -57,7 +48,7 @@ class Line:
 
     name: str
     detail: str
-    cells: tuple[Cell, ...]
+    cells: tuple[Comparison, ...]
     reference: bool = False
     beyond: bool = False
     """A recipe that is not the paper's."""
@@ -140,22 +131,35 @@ def _named_alone(block: Block, table: Table, line: Line) -> str:
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """Tables 3 to 6 and our own recipes, whatever has been run."""
-    usable = [row for row in rows if counted(row)]
-
-    def of(table: str) -> list[Row]:
-        return [row for row in usable if row.get("table") == table]
-
+    table_3 = select(rows, table="table3")
     return [
-        _table_3(of("table3")),
-        _table_4(of("table4")),
-        _table_5(of("table5")),
-        _table_6(of("table6")),
-        _ours(of("table3")),
+        _table_3(table_3),
+        _table_4(select(rows, table="table4")),
+        _of_one_option(
+            select(rows, table="table5"),
+            "a_e",
+            published.TABLE_5,
+            key="table5",
+            title="Table 5: the budget schedule a_E",
+            intro="DPIS at epsilon = 1. a_E is the share of epochs that budget for the rest of the run as if kappa "
+            "were 1.",
+            sign="a_E",
+        ),
+        _of_one_option(
+            select(rows, table="table6"),
+            "k",
+            published.TABLE_6,
+            key="table6",
+            title="Table 6: the headroom k",
+            intro="DPIS at epsilon = 1. k is how much a record's gradient norm may have grown since it was last seen.",
+            sign="k",
+        ),
+        _ours(table_3),
     ]
 
 
 def _table_3(rows: Sequence[Row]) -> Section:
-    datasets = _known_first(published.DATASETS, (row["dataset"] for row in rows))
+    datasets = dict.fromkeys((*published.DATASETS, *sorted(row["dataset"] for row in rows)))
     blocks = tuple(
         Block(
             account,
@@ -191,11 +195,11 @@ def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
     beyond = sorted(pair for pair in named if pair[1] != PAPER or pair[0] not in published.METHODS)
     # Another model or other sampling: there is no published figure to compare with.
     for method, recipe in beyond:
-        lines.append(_line(here, method, recipe, epsilons, None, "not run"))
+        lines.append(_line(here, method, recipe, epsilons, None))
     if dataset in published.DPSUR:
-        cells = tuple(Cell(None, published.DPSUR[dataset].at(e), "") for e in epsilons)
+        cells = tuple(Comparison(None, published.DPSUR[dataset].at(e), "") for e in epsilons)
         lines.append(Line("DPSUR", published.DPSUR_REMARK, cells, reference=True))
-    heads = _epsilon_heads(epsilons)
+    heads = tuple(map(at_epsilon, epsilons))
     return Table(published.DATASETS.get(dataset, dataset), "method", heads, tuple(lines))
 
 
@@ -205,12 +209,12 @@ def _line(
     recipe: str,
     epsilons: Sequence[float],
     grid: Grid | None,
-    absent: str,
+    absent: str = "not run",
     source: str = PAPER,
 ) -> Line:
     mine = [row for row in rows if (row["method"], row["recipe"]) == (method, recipe)]
     cells = tuple(
-        Cell(
+        Comparison(
             measured(row for row in mine if row.get("epsilon") == epsilon),
             None if grid is None else grid.at(epsilon),
             absent,
@@ -227,85 +231,30 @@ def _line(
 def _ceiling(dataset: str, rows: Sequence[Row], columns: int) -> Line:
     """`sgd` has no epsilon: one cell, in the last column, where it is the limit."""
     mine = [row for row in rows if row["method"] == "sgd" and row["recipe"] == PAPER]
-    empty = (Cell(None, None, ""),) * (columns - 1)
-    cell = Cell(measured(mine), published.NON_PRIVATE.get(dataset))
+    empty = (Comparison(None, None, ""),) * (columns - 1)
+    cell = Comparison(measured(mine), published.NON_PRIVATE.get(dataset))
     return Line(method_name("sgd"), "sgd: no epsilon, the ceiling", (*empty, cell), private=False)
 
 
 def _table_4(rows: Sequence[Row]) -> Section:
-    ran = {row["epsilon"] for row in rows}
-    epsilons = tuple(sorted({*published.TABLE_4_EPSILONS, *ran}))
+    epsilons = sorted({*published.TABLE_4_EPSILONS, *(row["epsilon"] for row in rows)})
     kinds = (
         ("adaptive clip norm", True, published.TABLE_4_ADAPTIVE),
         ("fixed clip norm", False, published.TABLE_4_FIXED),
     )
 
-    def lines(rows: Sequence[Row]) -> Iterator[Line]:
-        for dataset, shown in published.DATASETS.items():
-            for kind, adapts, grids in kinds:
-                mine = [
-                    r for r in rows if r["dataset"] == dataset and clips_adaptively(r) is adapts
-                ]
-                yield from _varied(
-                    mine, shown, kind, epsilons, grids[dataset], lambda row: row.get("epsilon")
-                )
+    def lines(dataset: str, rows: Sequence[Row]) -> Iterator[Line]:
+        for kind, adapts, grids in kinds:
+            mine = [row for row in rows if clips_adaptively(row) is adapts]
+            yield from _varied(
+                mine, dataset, kind, epsilons, grids[dataset], lambda row: row.get("epsilon")
+            )
 
-    heads = _epsilon_heads(epsilons)
     return Section(
         "table4",
         "Table 4: adaptive clipping",
         "DPIS with the clip norm adapted by an accounted release an epoch, and with a fixed one.",
-        _blocks(rows, heads, lines),
-    )
-
-
-def _table_5(rows: Sequence[Row]) -> Section:
-    return _of_one_option(
-        rows,
-        "a_e",
-        published.TABLE_5,
-        key="table5",
-        title="Table 5: the budget schedule a_E",
-        intro="DPIS at epsilon = 1. a_E is the share of epochs that budget for the rest of the run as if kappa were 1.",
-        sign="a_E",
-    )
-
-
-def _table_6(rows: Sequence[Row]) -> Section:
-    return _of_one_option(
-        rows,
-        "k",
-        published.TABLE_6,
-        key="table6",
-        title="Table 6: the headroom k",
-        intro="DPIS at epsilon = 1. k is how much a record's gradient norm may have grown since it was last seen.",
-        sign="k",
-    )
-
-
-def _ours(rows: Sequence[Row]) -> Section:
-    """The recipe that validation chose for each data set, beside DPSUR's figures."""
-    epsilons = published.TABLE_3_EPSILONS
-    lines: list[Line] = []
-    for dataset, recipe in OURS.items():
-        mine = [
-            row
-            for row in _accounted(rows, "pld")
-            if (row["dataset"], row["method"], row["recipe"]) == (dataset, "dpis", recipe)
-        ]
-        line = _line(mine, "dpis", recipe, epsilons, published.DPSUR[dataset], "not run", "DPSUR")
-        lines.append(replace(line, name=published.DATASETS[dataset], beyond=False))
-        grid = published.TABLE_3[dataset]["dpis-adaptive"]
-        cells = tuple(Cell(None, grid.at(epsilon)) for epsilon in epsilons)
-        lines.append(Line("DPIS", "as published", cells, reference=True))
-    table = Table("", "data set", _epsilon_heads(epsilons), tuple(lines))
-    return Section(
-        "ours",
-        "Beyond the paper: one recipe for each data set",
-        "Predeclared DPIS, accounted by PLD; the recipe was chosen on validation records, not searched anew at every "
-        f"epsilon. Beside it the figures of DPSUR, which are higher than the paper's ({published.DPSUR_REMARK}).",
-        (Block("pld", (table,)),),
-        against="DPSUR's",
+        _blocks(rows, tuple(map(at_epsilon, epsilons)), lines),
     )
 
 
@@ -320,64 +269,96 @@ def _of_one_option(
     sign: str,
 ) -> Section:
     ran = {float(option(row, name)) for row in rows}
-    values = tuple(sorted({*grids["mnist"].values, *ran}))
+    values = sorted({*grids["mnist"].values, *ran})
 
-    def lines(rows: Sequence[Row]) -> Iterator[Line]:
-        for dataset, shown in published.DATASETS.items():
-            mine = [row for row in rows if row["dataset"] == dataset]
-            yield from _varied(
-                mine, shown, "", values, grids[dataset], lambda row: float(option(row, name))
-            )
+    def lines(dataset: str, rows: Sequence[Row]) -> Iterator[Line]:
+        return _varied(
+            rows, dataset, "", values, grids[dataset], lambda row: float(option(row, name))
+        )
 
     heads = tuple(f"{sign} = {value:g}" for value in values)
     return Section(key, title, intro, _blocks(rows, heads, lines))
 
 
 def _blocks(
-    rows: Sequence[Row], heads: tuple[str, ...], lines: Callable[[Sequence[Row]], Iterator[Line]]
+    rows: Sequence[Row],
+    heads: tuple[str, ...],
+    lines: Callable[[str, Sequence[Row]], Iterator[Line]],
 ) -> tuple[Block, ...]:
     """RDP always; PLD only if something was run: the adaptive method has no such account."""
-    accounts = [a for a in ACCOUNTS if a == "rdp" or any(r.get("accountant") == a for r in rows)]
-    return tuple(
-        Block(a, (Table("", "data set", heads, tuple(lines(_accounted(rows, a)))),))
-        for a in accounts
-    )
+    blocks = []
+    for account in ACCOUNTS:
+        mine = _accounted(rows, account)
+        if account == "rdp" or any(row.get("accountant") == account for row in mine):
+            made = [
+                line
+                for dataset in published.DATASETS
+                for line in lines(dataset, [row for row in mine if row["dataset"] == dataset])
+            ]
+            blocks.append(Block(account, (Table("", "data set", heads, tuple(made)),)))
+    return tuple(blocks)
 
 
 def _varied(
     rows: Sequence[Row],
-    name: str,
+    dataset: str,
     detail: str,
     values: Sequence[float],
     grid: Grid,
     value_of: Callable[[Row], Any],
 ) -> Iterator[Line]:
     """The paper's line, then one for each other recipe or method that was run."""
-    kinds = {
-        (row["method"], row["recipe"]): (row["method"], _of_paper(row["recipe"])) for row in rows
-    }
-    others = {*kinds.values()} - {("dpis-adaptive", PAPER)}
-    for method, recipe in (("dpis-adaptive", PAPER), *sorted(others)):
-        mine = [row for row in rows if kinds[row["method"], row["recipe"]] == (method, recipe)]
+
+    def kind(row: Row) -> tuple[str, str]:
+        of_paper = RECIPES.get(row["recipe"]) == ""
+        return row["method"], PAPER if of_paper else row["recipe"]
+
+    papers = ("dpis-adaptive", PAPER)
+    for method, recipe in (papers, *sorted({*map(kind, rows)} - {papers})):
+        mine = [row for row in rows if kind(row) == (method, recipe)]
         cells = tuple(
-            Cell(measured(row for row in mine if value_of(row) == value), grid.at(value))
+            Comparison(measured(row for row in mine if value_of(row) == value), grid.at(value))
             for value in values
         )
-        beyond = (method, recipe) in others
+        beyond = (method, recipe) != papers
         said = f"{method}, {recipe}" if beyond else ""
-        yield Line(name, ", ".join(filter(None, (detail, said))), cells, beyond=beyond)
+        details = ", ".join(filter(None, (detail, said)))
+        yield Line(published.DATASETS[dataset], details, cells, beyond=beyond)
 
 
-def _of_paper(recipe: str) -> str:
-    return PAPER if RECIPES.get(recipe) == "" else recipe
+def _ours(rows: Sequence[Row]) -> Section:
+    """The recipe that validation chose for each data set, beside DPSUR's figures."""
+    epsilons = published.TABLE_3_EPSILONS
+    lines: list[Line] = []
+    for dataset, recipe in OURS.items():
+        mine = [row for row in _accounted(rows, "pld") if row["dataset"] == dataset]
+        line = _line(mine, "dpis", recipe, epsilons, published.DPSUR[dataset], source="DPSUR")
+        lines.append(replace(line, name=published.DATASETS[dataset], beyond=False))
+        grid = published.TABLE_3[dataset]["dpis-adaptive"]
+        cells = tuple(Comparison(None, grid.at(epsilon)) for epsilon in epsilons)
+        lines.append(Line("DPIS", "as published", cells, reference=True))
+    table = Table("", "data set", tuple(map(at_epsilon, epsilons)), tuple(lines))
+    return Section(
+        "ours",
+        "Beyond the paper: one recipe for each data set",
+        "Predeclared DPIS, accounted by PLD; the recipe was chosen on validation records, not searched anew at every "
+        f"epsilon. Beside it the figures of DPSUR, which are higher than the paper's ({published.DPSUR_REMARK}).",
+        (Block("pld", (table,)),),
+        against="DPSUR's",
+    )
 
 
-def _known_first(known: Iterable[str], found: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys((*known, *sorted(found))))
+# ── words ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _epsilon_heads(epsilons: Iterable[float]) -> tuple[str, ...]:
-    return tuple(f"ε\u00a0=\u00a0{epsilon:g}" for epsilon in epsilons)
+def method_name(method: str) -> str:
+    """As the paper calls it."""
+    return {**published.METHODS, "dpis": "DPIS, noise fixed beforehand"}.get(method, method)
+
+
+def at_epsilon(epsilon: float) -> str:
+    """As a head or a title says it."""
+    return f"ε\u00a0=\u00a0{epsilon:g}"
 
 
 def signed(difference: float) -> str:

@@ -9,14 +9,10 @@ import typer
 from dpis.app.entry import app
 from dpis.app.jobs import JobOptions
 from dpis.errors import InputError
-from reproduction import cost
-from reproduction.cell import key_of
-from reproduction.cells import TABLES, Choice, cells_of
-from reproduction.command import main
+from reproduction.__main__ import main
+from reproduction.cells import TABLES, Choice, about_seconds, cells_of, for_validation, key_of
 from reproduction.published import TABLE_3_EPSILONS
-from reproduction.rows import RECIPES
-from reproduction.search import for_validation
-from reproduction.settings import PAPER, RECORDS, TABLE_3
+from reproduction.recipes import PAPER, RECIPES, RECORDS, TABLE_3
 
 TRAIN = typer.main.get_command(app).commands["train"]
 
@@ -150,7 +146,7 @@ def test_cells_shared_by_two_tables_are_one_run():
 
 
 def test_cheap_cells_come_first():
-    costs = [cost.seconds(cell) for cell in cells_of("table3", Choice())]
+    costs = [about_seconds(cell) for cell in cells_of("table3", Choice())]
     assert costs == sorted(costs)
     assert costs[0] < costs[-1] / 10
 

@@ -8,7 +8,7 @@ import pytest
 
 from dpis.errors import InputError
 from reproduction import runner
-from reproduction.command import main
+from reproduction.__main__ import main
 from reproduction.results import Results, load_rows
 from tests.app.page.made_up import row
 

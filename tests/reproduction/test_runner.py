@@ -13,10 +13,11 @@ import pytest
 from dpis.errors import DpisError, InputError
 from dpis.runs.folder import FolderLock, RunFolder
 from reproduction import runner
-from reproduction.cell import Cell
-from reproduction.command import main
-from reproduction.results import Results, check_ledgers, ledger_path, load_rows
-from reproduction.row_types import NEEDED
+from reproduction.__main__ import main
+from reproduction.cells import TableCell
+from reproduction.ledgers import check_ledgers
+from reproduction.results import Results, ledger_path, load_rows
+from reproduction.rows import NEEDED
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +25,7 @@ SETTINGS = {"batch_size": 2500, "epochs": 1, "model": "linear", "lr": 0.1, "ema"
 
 
 def cell(**changes):
-    made = Cell(
+    made = TableCell(
         table="table3",
         dataset="fmnist-sample",
         method="dpis",
@@ -32,7 +33,7 @@ def cell(**changes):
         epsilon=2.0,
         accountant="rdp",
         seed=3,
-        settings=json.dumps(SETTINGS),
+        settings=SETTINGS,
     )
     return replace(made, **changes)
 
@@ -103,7 +104,7 @@ def test_what_is_there_is_not_run_again_and_a_shared_run_is_shared(results, tmp_
 
 @pytest.mark.usefixtures("in_process")
 def test_a_cell_that_fails_leaves_the_others_alone(results, tmp_path):
-    broken = cell(settings=json.dumps({**SETTINGS, "model": "no-such-model"}))
+    broken = cell(settings={**SETTINGS, "model": "no-such-model"})
     outcome, said = run([broken, cell()], results, tmp_path)
     assert outcome.run == 1
     assert "no-such-model" in outcome.failed[0]
@@ -204,12 +205,12 @@ def test_commands_for_people(tmp_path, monkeypatch, capsys):
 
 
 def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path, results):
-    long = cell(settings=json.dumps({**SETTINGS, "batch_size": 100, "epochs": 300}))
+    long = cell(settings={**SETTINGS, "batch_size": 100, "epochs": 300})
     script = tmp_path / "runner.py"
     script.write_text(
         "from pathlib import Path\n"
         "from reproduction import runner\n"
-        "from reproduction.cell import Cell\n"
+        "from reproduction.cells import TableCell\n"
         "from reproduction.results import Results\n"
         "if __name__ == '__main__':\n"
         f"    runner.run_missing([{long!r}], Results(Path('results')), Path('runs'), processes=1,\n"

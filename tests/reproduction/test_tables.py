@@ -1,8 +1,8 @@
 import pytest
 
+from reproduction.recipes import OURS, TABLE_3
 from reproduction.rows import Measured, measured, mixed, runs_of
-from reproduction.settings import OURS, TABLE_3
-from reproduction.tables import Cell, sections, signed, verdict
+from reproduction.tables import Comparison, sections, signed, verdict
 from tests.app.page.made_up import row
 
 
@@ -33,13 +33,13 @@ def test_mean_and_spread_are_computed_from_rows(values, expected, spread):
 
 def test_a_difference_has_the_sign_that_is_shown():
     def difference(mean, paper):
-        return Cell(Measured(mean, 1, None), paper).difference
+        return Comparison(Measured(mean, 1, None), paper).difference
 
     assert signed(difference(86.6, 86.6)) == "+0.00"
     assert signed(difference(86.597, 86.6)) == "+0.00"  # what is shown decides
     assert signed(difference(86.5, 86.6)) == "−0.10"
     assert signed(difference(86.64, 86.6)) == "+0.04"
-    assert Cell(None, 86.6).difference is None
+    assert Comparison(None, 86.6).difference is None
 
 
 def test_without_rows_every_published_cell_is_there_and_not_run():

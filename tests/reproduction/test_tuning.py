@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.cell import key_of
-from reproduction.cells import Choice, cells_of
-from reproduction.results import check_ledgers, ledger_path, load_rows
-from reproduction.search import for_validation
-from reproduction.settings import RECORDS
-from reproduction.text import render_text
+from reproduction.cells import Choice, cells_of, for_validation, key_of
+from reproduction.ledgers import check_ledgers
+from reproduction.recipes import RECORDS
+from reproduction.report import render_text
+from reproduction.results import ledger_path, load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 ROWS = load_rows(RESULTS, with_tuning=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dpis.accounting import verify_ledger
+from reproduction.ledgers import contradiction
 from reproduction.results import ledger_path, load_rows
-from reproduction.row_claims import contradiction
 
 RESULTS = Path(__file__).parents[2] / "results"
 KINDS = {"pld": ("dpis", "pld"), "rdp": ("dp-sgd-hf", "rdp"), "adaptive": ("dpis-adaptive", "rdp")}

@@ -29,6 +29,22 @@ PAPER = "paper"
 """The recipe that follows the paper; any other goes beyond it."""
 UNIFORM = "same-schedule-uniform"
 
+RECIPES = {
+    "adaptive-clipping": "",
+    "fixed-clipping": "",
+    "augment": "on pixels, with shifted copies of images",
+    "bag": "linear on bags of public word vectors, with seed words chosen by hand",
+    "channel-scale": "linear, channels scaled by an accounted release",
+    "ema": "large batch and averaged weights",
+    "large-batch": "a larger equivalent batch",
+    "linear": "a linear model on scatter features",
+    "opponent": "scatter features of opponent colours",
+    "raw-pixels": "a network on pixels",
+    UNIFORM: "the same schedule, but uniform sampling (k = inf)",
+    "views": "scatter features of several fixed views of every image",
+}
+"""What the names of recipes mean; those with nothing to say are the paper's own."""
+
 
 @dataclass(frozen=True)
 class Recipe:

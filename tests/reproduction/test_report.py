@@ -5,14 +5,13 @@ import pytest
 from dpis.app.page.charts import figure
 from dpis.errors import InputError
 from reproduction.figures import (
-    causes_of,
     epsilon_charts,
     kappa_charts,
     noise_charts,
     work_charts,
 )
-from reproduction.page import render_page
-from reproduction.text import render_text
+from reproduction.noise_causes import causes_of
+from reproduction.report import render_page, render_text
 from tests.app.page.html_checks import check_page
 from tests.app.page.made_up import adaptive_history, many_rows, row
 from tests.app.page.test_charts import HOSTILE

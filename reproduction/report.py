@@ -1,4 +1,4 @@
-"""The page of the reproduction: the paper's tables beside our rows, four kinds of figures, and where all comes from."""
+"""The report: the paper's tables beside our rows, and where all comes from; as a page with figures, and as Markdown."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dpis.app.page.charts import figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, page, scrolled, section
 from reproduction import published
-from reproduction.figures import (
-    epsilon_charts,
-    kappa_charts,
-    noise_charts,
-    work_charts,
-)
+from reproduction.figures import epsilon_charts, kappa_charts, noise_charts, work_charts
 from reproduction.rows import Row, counted, mixed, runs_of
-from reproduction.tables import ACCOUNTS, Cell, Line, Section, Table, sections, signed, verdict
+from reproduction.tables import (
+    ACCOUNTS,
+    Comparison,
+    Line,
+    Section,
+    Table,
+    sections,
+    signed,
+    verdict,
+)
 
 TITLE = "The paper's evaluation, run again"
 
@@ -34,7 +38,7 @@ def render_page(rows: Sequence[Row]) -> str:
     return page(
         TITLE,
         tag("h1", TITLE),
-        tag("p", lead(rows), class_="lead"),
+        tag("p", _lead(rows), class_="lead"),
         *_warnings(rows),
         *(_section(one) for one in sections(rows)),
         section("Figures", *_figures(rows)),
@@ -43,8 +47,8 @@ def render_page(rows: Sequence[Row]) -> str:
     )
 
 
-def lead(rows: Sequence[Row]) -> str:
-    """What the page is, in two sentences."""
+def _lead(rows: Sequence[Row]) -> str:
+    """What the report is, in two sentences."""
     return (
         "DPIS (CCS 2022): test accuracies as published, and as measured here with accounting that holds. "
         f"{len(runs_of(filter(counted, rows))):,} runs, each with its command and commit; "
@@ -66,8 +70,7 @@ def _warnings(rows: Sequence[Row]) -> Iterator[Markup]:
             f"Not counted: {len(left_out)} of {len(rows)} rows.",
             "They have no verified ledger, or no accuracy on the test set. They are listed at the end.",
         )
-    odd = mixed([row for row in rows if counted(row)])
-    if odd:
+    if odd := mixed(rows):
         yield tag("div", box("warn", "Rows that do not belong together:"), bullets(odd))
 
 
@@ -134,7 +137,7 @@ def _table_line(line: Line) -> Markup:
     return tag("tr", header, *cells, class_="reference" if line.reference else None)
 
 
-def _cell(cell: Cell, reference: bool) -> Iterator[Child]:
+def _cell(cell: Comparison, reference: bool) -> Iterator[Child]:
     if reference:
         yield "–" if cell.published is None else f"{cell.published:.2f}"
         return
@@ -187,7 +190,7 @@ def _figures(rows: Sequence[Row]) -> Iterator[Markup]:
 
 
 def _origin(rows: Sequence[Row]) -> Iterator[Markup]:
-    yield bullets(origin_lines(rows))
+    yield bullets(_origin_lines(rows))
     if rows:
         yield tag("p", "Each row names the command that gave it: type it to run that cell again.")
         yield tag(
@@ -197,7 +200,7 @@ def _origin(rows: Sequence[Row]) -> Iterator[Markup]:
         )
 
 
-def origin_lines(rows: Sequence[Row]) -> Iterator[str]:
+def _origin_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Commits, machines, number of rows, time: a sentence each."""
     runs = runs_of(rows)
     # Of a run that was taken up, the time of its last part alone is known.
@@ -255,3 +258,67 @@ def _plain(value: object) -> str:
     if value is None:
         return "–"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ── Markdown, for documents and terminals ────────────────────────────────────────────────────────────
+
+
+def render_text(rows: Sequence[Row]) -> str:
+    """Tables 3 to 6 in Markdown."""
+    return "\n".join(_text_lines(rows)).rstrip() + "\n"
+
+
+def _text_lines(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"# {TITLE}"
+    yield ""
+    yield _lead(rows)
+    yield "A cell: our mean (spread; seeds), then the paper's figure and the difference."
+    if not rows:
+        yield ""
+        yield f"Nothing has been run yet: run `{HOW_TO_RUN}`."
+    for one in sections(rows):
+        yield from ("", f"## {one.title}", "", " ".join(filter(None, (one.intro, verdict(one)))))
+        for block in one.blocks:
+            yield from ("", f"**{ACCOUNTS[block.account]}.**" if len(one.blocks) > 1 else "")
+            for table in block.tables:
+                yield from _text_table(table)
+    yield from ("", "## Where the numbers come from", "")
+    odd = (f"Do not belong together: {text}" for text in mixed(rows))
+    for line in (*_origin_lines(rows), *odd):
+        yield f"- {_escaped(line)}"
+
+
+def _text_table(table: Table) -> Iterator[str]:
+    if table.title:
+        yield from ("", f"### {_escaped(table.title)}")
+    yield ""
+    yield _text_row([table.corner, *table.heads])
+    yield _text_row(["---"] * (len(table.heads) + 1))
+    for line in table.lines:
+        name = _escaped(f"{line.name} ({line.detail})" if line.detail else line.name)
+        yield _text_row([name, *(_text_cell(cell, line.reference) for cell in line.cells)])
+
+
+def _text_cell(cell: Comparison, reference: bool) -> str:
+    if reference:
+        return "–" if cell.published is None else f"{cell.published:.2f}"
+    said = [cell.absent]
+    if cell.ours is not None:
+        detail = "; ".join(filter(None, (cell.ours.spread_text, cell.ours.seeds_text)))
+        said = [f"**{cell.ours.mean:.2f}** ({detail})"]
+    if cell.published is not None:
+        said.append(cell.published_text)
+    if cell.difference is not None:
+        said.append(signed(cell.difference))
+    return ", ".join(filter(None, said))
+
+
+def _text_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _escaped(text: str) -> str:
+    """A name must not end a cell, start a tag or a link."""
+    for sign in "\\`*_[]<>|":
+        text = text.replace(sign, "\\" + sign)
+    return " ".join(text.split())
