@@ -18,7 +18,7 @@ from dpis.dropin import privacy_engine, request
 from dpis.dropin.session import Session
 from dpis.dropin.trainer_settings import Privacy
 from dpis.errors import DpisError, InputError
-from dpis.gradients.deferred import Pass
+from dpis.gradients.deferred import DeferredGradients
 from dpis.mechanism import mechanism
 from dpis.noise import add_noise
 from dpis.randomness import Key
@@ -35,7 +35,12 @@ def test_law(name: str) -> None:
 
 # ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────
 
-RELEASE, FOLD, CONFIG, TAPE = Session.release, Session.fold, request.Request.config, Pass.tape
+RELEASE, FOLD, CONFIG, TAPE = (
+    Session.release,
+    Session.fold,
+    request.Request.config,
+    DeferredGradients.tape,
+)
 
 
 def noise_for_the_first_parameter(sums: Any, std: float, stream: Any) -> Any:
@@ -65,9 +70,10 @@ def releases_one_parameter(self: Session) -> Any:
 
 def scaled_by_the_draw(self: Session) -> None:
     """A mean over a part of the rows is undone as if it were over all of them."""
-    for passed in self._passes:
-        passed.tape = lambda scale, p=passed: TAPE(p, float(self._expected))  # type: ignore[method-assign]
-    FOLD(self)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = float(self._expected)
+        patch.setattr(self.gradients, "tape", lambda p, _: TAPE(self.gradients, p, whole))
+        FOLD(self)
 
 
 def by_the_rows_that_came(self: Session, update: Any) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dpis.errors import InputError
-from dpis.gradients.deferred import DeferredGradients, TapedGradients
+from dpis.gradients.deferred import DeferredGradients
+from dpis.mechanism.contribution import contribution_weights
 
 ROWS = 5
 
@@ -151,7 +152,7 @@ def test_records_have_the_gradients_of_the_loop(case: Case, scale: float):
     assert passed.rows == ROWS
     assert not passed.backward_done
     (loss_of(passed.outputs, None, case) / scale).backward()
-    tape = passed.tape(scale)
+    tape = deferred.tape(passed, scale)
     plain = module(inputs)
     parameters = [p for p in module.parameters() if p.requires_grad]
     for row in range(ROWS):
@@ -167,23 +168,27 @@ def test_records_have_the_gradients_of_the_loop(case: Case, scale: float):
 def test_clipped_sums_weigh_records_by_their_norms():
     torch.manual_seed(0)
     module = nn.Linear(3, 2)
-    passed = DeferredGradients(module).run((1e3 * torch.randn(4, 3),), {})
+    deferred = DeferredGradients(module)
+    passed = deferred.run((1e3 * torch.randn(4, 3),), {})
     passed.outputs.square().sum().backward()
-    tape = passed.tape(1.0)
-    result = TapedGradients({"w": module.weight})(tape, lambda norms, _: 1 / norms)
-    assert torch.cat([v.flatten() for v in result.sums.values()]).norm() <= 4 + 1e-5
+    tape = deferred.tape(passed, 1.0)
+    sums = tape.weighted_sum(1 / tape.norms())
+    assert torch.cat([value.flatten() for value in sums.values()]).norm() <= 4 + 1e-5
 
 
 def test_a_record_that_is_not_finite_adds_nothing():
     torch.manual_seed(0)
     inputs = torch.randn(3, 4)
     inputs[1, 2] = float("nan")
-    passed = DeferredGradients(nn.Linear(4, 2)).run((inputs,), {})
+    deferred = DeferredGradients(nn.Linear(4, 2))
+    passed = deferred.run((inputs,), {})
     passed.outputs.sum().backward()
-    tape = passed.tape(1.0)
-    result = TapedGradients({})(tape, lambda norms, _: torch.ones_like(norms))
-    assert result.norms.isfinite().tolist() == [True, False, True]
-    assert torch.allclose(result.sums["weight"], inputs[[0, 2]].sum(0).expand(2, 4))
+    tape = deferred.tape(passed, 1.0)
+    norms = tape.norms()
+    assert norms.isfinite().tolist() == [True, False, True]
+    weights = contribution_weights(norms, torch.full((3,), 1e-3), clip_norm=1e-3)
+    expected = (weights[[0, 2], None] * inputs[[0, 2]]).sum(0).expand(2, 4)
+    assert torch.allclose(tape.weighted_sum(weights)["weight"].double(), expected.double())
 
 
 def test_outputs_without_rows_keep_their_other_sizes():
@@ -194,9 +199,10 @@ def test_outputs_without_rows_keep_their_other_sizes():
 
 
 def test_gradients_must_have_arrived():
-    passed = DeferredGradients(nn.Linear(3, 2)).run((torch.randn(4, 3),), {})
+    deferred = DeferredGradients(nn.Linear(3, 2))
+    passed = deferred.run((torch.randn(4, 3),), {})
     with pytest.raises(InputError, match="backward"):
-        passed.tape(1.0)
+        deferred.tape(passed, 1.0)
 
 
 def test_something_must_be_trained():

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from dpis.gradients import RecordGradients
 from dpis.gradients.combine import Part, Place, Sum, combine
-from dpis.gradients.deferred import TapedGradients
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.correlation import Correlation, convolution_factor
 from dpis.gradients.factors.geometry import Geometry
 from dpis.gradients.factors.norms import squared_norms
 from dpis.gradients.factors.phases import Phases
-from dpis.gradients.record_gradients import Gradients
 from dpis.gradients.tape import Tape
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum
@@ -392,9 +390,10 @@ def test_one_record_more_in_a_physical_batch_of_the_drop_in() -> None:
     sizes = 0.9 + 0.1 * torch.rand(2 * BLOCK_RECORDS, dtype=torch.float64)
 
     def total(*weights: Tensor) -> Tensor:
-        summed = GradientSum(NOBODY, lambda norms, places: torch.cat(weights)[places] / norms)
+        summed = GradientSum(NOBODY, {"w": torch.zeros(16, 16)})
         for own in weights:
-            summed.add(TapedGradients({"w": torch.zeros(16, 16)}), _tape(len(own)))
+            tape = _tape(len(own))
+            summed.add(tape.norms(), tape.weighted_sum(own / tape.norms()))
         return summed.sums["w"]
 
     first, second = sizes.split(BLOCK_RECORDS)
@@ -403,23 +402,11 @@ def test_one_record_more_in_a_physical_batch_of_the_drop_in() -> None:
     assert float((total(first, more) - total(first, second) - alone).norm()) < 5e-4
 
 
-class Fixed:
-    """Gradients of one record, whose sum is given."""
-
-    def __init__(self, total: float) -> None:
-        self.parameters = {"w": torch.zeros(1)}
-        self.total = total
-
-    def __call__(self, batch: Any, weigh: Any, present: Tensor | None = None) -> Gradients:
-        return Gradients(torch.ones(1, dtype=torch.float64), {"w": torch.tensor([self.total])})
-
-
 def test_parts_are_added_in_float64() -> None:
     """Parts of one record after a part of very many: in float32 they would be lost."""
-    added = GradientSum(NOBODY, lambda norms, _: norms)
-    added.add(Fixed(2.0**25), None)
-    for _ in range(16):
-        added.add(Fixed(1.0), None)
+    added = GradientSum(NOBODY, {"w": torch.zeros(1)})
+    for part in (2.0**25, *[1.0] * 16):
+        added.add(torch.ones(1, dtype=torch.float64), {"w": torch.tensor([part])})
     assert float(added.sums["w"]) == 2.0**25 + 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from dpis import randomness
 from dpis.accounting import Accountant, Entry, Guard
 from dpis.gradients import RecordGradients
-from dpis.gradients.record_gradients import Gradients
 from dpis.mechanism import Config, Contribution, Mechanism, Method, Unprotected, make_plan
 from dpis.mechanism import mechanism as module
 from dpis.randomness import KEY_BYTES, Key
@@ -156,15 +155,29 @@ class PlainSums:
     def __init__(self, width: int) -> None:
         self.parameters = {"weight": torch.zeros(1, width, dtype=torch.float64)}
 
-    def __call__(self, batch: Tensor, weigh: Callable[..., Tensor], present: None) -> Gradients:
-        norms = batch.norm(dim=1)
-        weights = weigh(norms, torch.arange(len(norms)))
-        return Gradients(norms, {"weight": (weights[:, None] * batch).sum(0, keepdim=True)})
+    def tapes(self, batch: Tensor, present: None = None) -> list[PlainTape]:
+        return [PlainTape(batch)]
+
+
+@dataclass(frozen=True)
+class PlainTape:
+    """Of records that are gradients."""
+
+    batch: Tensor
+
+    def norms(self) -> Tensor:
+        return self.batch.norm(dim=1)
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        return {"weight": (weights[:, None] * self.batch).sum(0, keepdim=True)}
 
 
 def released(mechanism: Mechanism, gradients: Any, batch: Any, draw: Draw) -> dict[str, Tensor]:
     """The released gradient, from the rows of all drawn records in one part; none if nobody was drawn."""
-    return mechanism.release_gradient_of_parts(gradients, [(batch, None)][: len(draw)], draw)
+    total = mechanism.start_sum(draw, gradients.parameters)
+    for tape in gradients.tapes(batch) if len(draw) else ():
+        mechanism.add(total, tape)
+    return mechanism.release_sum(total)
 
 
 # ── a system ─────────────────────────────────────────────────────────────────────────────────────────

@@ -40,7 +40,7 @@ STREAM, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
     Mechanism.begin_epoch,
     Mechanism._spend,
     Mechanism.draw_ahead,
-    Mechanism._weigh,
+    Mechanism._weights,
 )
 
 
@@ -118,13 +118,16 @@ def in_units_of_the_last_c(self, label, value, sensitivity, multiplier, occasion
     return RELEASED(self, label, value, sensitivity, multiplier, occasion)
 
 
-def weighs_by_the_state_now(self, draw, terms, step):
+def weighs_by_the_state_now(self, total, norms):
     """A draw was made before others were released; its records are weighed by what is known of them since."""
-    if isinstance(self.sampler, ImportanceSampler):
-        norms = self.sampler.last_norms[draw.indices].numpy()
-        now = self.sampler._estimate.importance(norms)
-        draw = Draw(draw.indices, torch.from_numpy(now))
-    return WEIGH(self, draw, terms, step)
+    if not isinstance(self.sampler, ImportanceSampler):
+        return WEIGH(self, total, norms)
+    now = self.sampler._estimate.importance(self.sampler.last_norms[total.draw.indices].numpy())
+    draw = Draw(total.draw.indices, torch.from_numpy(now))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(self, "_require_oldest", lambda _: self.terms)
+        patch.setattr(total, "draw", draw)
+        return WEIGH(self, total, norms)
 
 
 def divided_by_a_share(self, label, value, sensitivity, multiplier, occasion):
@@ -250,7 +253,7 @@ PLANTS = [
           steps.law_the_mean_of_an_update),
     Plant("12 clipped at C and weighted by the estimate", module, "contribution_weights", clipped_at_c,
           steps.law_the_mean_of_an_update),
-    Plant("12 a draw made ahead is weighed by what is known later", Mechanism, "_weigh", weighs_by_the_state_now,
+    Plant("12 a draw made ahead is weighed by what is known later", Mechanism, "_weights", weighs_by_the_state_now,
           steps.law_a_draw_made_ahead_is_weighed_as_it_was_drawn),
     Plant("15 divided by the realised batch", Mechanism, "release_sum", scaled(by_realised_batch),
           steps.law_an_empty_batch_is_a_normal_step),

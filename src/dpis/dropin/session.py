@@ -24,7 +24,7 @@ from dpis.dropin.delivered import Delivered
 from dpis.dropin.padding_trials import PaddingTrials
 from dpis.errors import MisuseError
 from dpis.generators import chance_of, seeded_generators
-from dpis.gradients.deferred import DeferredGradients, Pass, TapedGradients
+from dpis.gradients.deferred import DeferredGradients, Pass
 from dpis.mechanism import Mechanism
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
@@ -66,7 +66,6 @@ class Session:
         self.mechanism, self.gradients = mechanism, gradients
         self.stepping = False
         self._mean, self._as_delivered = mean, as_delivered
-        self._taped = TapedGradients(gradients.parameters)
         self._iteration: object | None = None
         self._ahead: deque[PhysicalBatch] = deque()
         self._current: PhysicalBatch | None = None
@@ -154,8 +153,7 @@ class Session:
         self.require_stepped()
         self._current = self._ahead.popleft()
         if self._sum is None:
-            self._sum = self.mechanism.start_sum(self._current.draw)
-            self._sum.start_from(self.gradients.parameters)
+            self._sum = self.mechanism.start_sum(self._current.draw, self.gradients.parameters)
         rows = len(self._current.indices)
         self._expected += rows
         self._delivered = Delivered.of(batch, rows, self.gradients.row_dim)
@@ -313,8 +311,8 @@ class Session:
             )
         self._trials.hold()
         for passed in self._passes:
-            tape = passed.tape(float(passed.rows) if self._mean else 1.0)
-            self._sum.add(self._taped, tape, None)
+            scale = float(passed.rows) if self._mean else 1.0
+            self.mechanism.add(self._sum, self.gradients.tape(passed, scale))
         self._passes = []
         self._close_tape()
 

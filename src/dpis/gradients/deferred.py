@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,48 +13,39 @@ from torch import Tensor, nn
 from dpis import batches
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
-from dpis.gradients.record_gradients import Gradients, Weigh
-from dpis.gradients.recorder import Forward, Recorder
+from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.selfcheck import without_dropout
 from dpis.gradients.tape import Tape
+
+NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
 
 Inputs = tuple[Any, Any]
 """What a module is called with: ``(args, kwargs)``."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass whose losses are not known yet.
 
     Attributes:
         outputs: what the model returned, with tensors replaced by leaves: detached, and open to gradients.
         rows: how many rows went in.
+        leaves: the outputs that gradients arrive at, and which dimension of each counts rows.
+        inputs: what the model was called with, rows first.
+        precision: the autocast in which it was run, for once more.
     """
 
     outputs: Any
     rows: int
-    _recorder: Recorder
-    _forward: Forward
-    _inputs: Inputs
-    _watched: list[Tensor]
-    _leaves: list[Tensor]
-    _dim_of_rows: Callable[[Tensor, int, int], int]
-    _autocast: Mapping[str, Any]
-
-    def precision(self) -> torch.autocast:
-        """The precision in which it was run, for once more."""
-        return torch.autocast(**self._autocast)
+    leaves: list[tuple[Tensor, int]]
+    inputs: Inputs
+    precision: Callable[[], torch.autocast]
+    _forward: WatchedPass[Any]
 
     @property
     def backward_done(self) -> bool:
         """Whether gradients have arrived at any output."""
-        return any(leaf.grad is not None for leaf in self._leaves)
-
-    @property
-    def leaves(self) -> list[tuple[Tensor, int]]:
-        """The outputs that gradients arrive at, and which dimension of each counts rows."""
-        numbered = enumerate(self._leaves)
-        return [(leaf, self._dim_of_rows(leaf, self.rows, number)) for number, leaf in numbered]
+        return any(leaf.grad is not None for leaf, _ in self.leaves)
 
     @property
     def blank(self) -> Any:
@@ -66,25 +58,9 @@ class Pass:
 
         return batches.apply(without_rows, self.outputs)
 
-    def tape(self, scale: float) -> Tape:
-        """The gradients of every record, from those that arrived at the outputs, times ``scale``.
-
-        May be called once: the graph of the forward pass is used up.
-        """
-        if not self.backward_done:
-            raise InputError("no gradient has arrived at the outputs: call loss.backward() first")
-        arrived = [
-            torch.zeros_like(leaf) if leaf.grad is None else scale * leaf.grad
-            for leaf in self._leaves
-        ]
-        products = [(w * g).sum() for w, g in zip(self._watched, arrived, strict=True)]
-        total = torch.stack([product.float() for product in products]).sum()
-        directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, self.leaves, strict=True)]
-        return self._recorder.tape(self._forward, total, (*self._inputs, directions))
-
 
 class DeferredGradients:
-    """A module that is run now, and asked for gradients of single records after a backward pass.
+    """A module that is run now, and asked for per-example gradients after a backward pass.
 
     Args:
         module: the model. All tensors that go in and come out have one entry a row.
@@ -96,7 +72,6 @@ class DeferredGradients:
         self.module = checked_model(module)
         self.row_dim = 0 if batch_first else 1
         self._output_dims: list[int | None] | None = None
-        self._outputs: Any = None
         self._recorder = Recorder(self.module, self._row_values, 1, check)
         self.parameters = self._recorder.parameters
         if not self.parameters:
@@ -108,22 +83,42 @@ class DeferredGradients:
         rows = batches.rows(inputs)
         if self._output_dims is None:
             self._output_dims = self._dims_that_grow(inputs, rows)
-        forward = self._recorder.forward((*inputs, []))
-        watched = _open_to_gradients(self._outputs)
+        forward = self._recorder.forward((*inputs, []), lambda: self.module(*args, **kwargs))
+        watched = _open_to_gradients(forward.outputs)
+        if not watched:
+            raise InputError(NOTHING_TO_TRAIN)
         leaves = {id(t): t.detach().requires_grad_() for t in watched}
-        outputs = batches.apply(lambda t: leaves.get(id(t), t), self._outputs)
-        self._outputs = None
-        own = [leaves[id(t)] for t in watched]
         device = batches.device(inputs).type
-        autocast = {
-            "device_type": device,
-            "dtype": torch.get_autocast_dtype(device),
-            "enabled": torch.is_autocast_enabled(device),
-        }
-        dim_of_rows = self._dim_of_rows
         return Pass(
-            outputs, rows, self._recorder, forward, inputs, watched, own, dim_of_rows, autocast
+            outputs=batches.apply(lambda t: leaves.get(id(t), t), forward.outputs),
+            rows=rows,
+            leaves=[(leaves[id(t)], self._dim_of_rows(t, rows, i)) for i, t in enumerate(watched)],
+            inputs=inputs,
+            precision=partial(
+                torch.autocast,
+                device,
+                dtype=torch.get_autocast_dtype(device),
+                enabled=torch.is_autocast_enabled(device),
+            ),
+            _forward=forward,
         )
+
+    def tape(self, passed: Pass, scale: float) -> Tape:
+        """The gradients of every record, from those that arrived at the outputs, times ``scale``.
+
+        May be called once for a pass: the graph of the forward pass is used up.
+        """
+        if not passed.backward_done:
+            raise InputError("no gradient has arrived at the outputs: call loss.backward() first")
+        arrived = [
+            torch.zeros_like(leaf) if leaf.grad is None else scale * leaf.grad
+            for leaf, _ in passed.leaves
+        ]
+        watched = _open_to_gradients(passed._forward.outputs)
+        products = [(w * g).sum() for w, g in zip(watched, arrived, strict=True)]
+        total = torch.stack([product.float() for product in products]).sum()
+        directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, passed.leaves, strict=True)]
+        return self._recorder.tape(passed._forward, total, (*passed.inputs, directions))
 
     def agree(self, passed: Pass, row: int, padded: Inputs, alone: Inputs) -> bool:
         """Whether a row has the same outputs and gradients, padded or not, wherever the loss looked at its outputs.
@@ -168,11 +163,10 @@ class DeferredGradients:
         """``Σ <output, direction>`` for every row: the given directions, or any, to learn where the records are."""
         *inputs, directions = batch
         args, kwargs = self._exchanged((inputs[0], inputs[1]))
-        outputs = self._outputs = module(*args, **kwargs)
         rows = batches.rows(inputs)
-        opened = _open_to_gradients(outputs)
+        opened = _open_to_gradients(module(*args, **kwargs))
         if not opened:
-            raise InputError("the model returns no tensor that depends on its trainable parameters")
+            raise InputError(NOTHING_TO_TRAIN)
         values = torch.zeros(rows, device=opened[0].device)
         for number, tensor in enumerate(opened):
             by_row = tensor.movedim(self._dim_of_rows(tensor, rows, number), 0).reshape(rows, -1)
@@ -219,20 +213,6 @@ class DeferredGradients:
             return inputs
         args, kwargs = batches.apply(lambda t: t.transpose(0, 1) if t.ndim > 1 else t, inputs)
         return args, kwargs
-
-
-class TapedGradients:
-    """Tapes of physical batches as if they were one batch: what a `GradientSum` asks."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters = dict(parameters)
-
-    def __call__(self, batch: Tape, weigh: Weigh, present: Tensor | None = None) -> Gradients:
-        """Norms and weighted sum of the records of one tape."""
-        norms = batch.norms()
-        places = torch.arange(batch.records, device=norms.device)
-        weights = torch.where(norms.isfinite(), weigh(norms, places).to(norms), 0.0)
-        return Gradients(norms, batch.weighted_sum(weights))
 
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:

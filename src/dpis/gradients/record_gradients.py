@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -116,22 +116,43 @@ class RecordGradients:
             Norms and sums. A record whose norm is not finite has weight zero whatever ``weigh``
             says: it contributes nothing.
         """
-        records = batches.records(batch, self._recorder.rows_per_record)
-        norms = torch.zeros(records, dtype=torch.float64, device=batches.device(batch))
-        if not records:
-            return Gradients(norms, {n: torch.zeros_like(p) for n, p in self.parameters.items()})
+        norms = [torch.zeros(0, dtype=torch.float64, device=batches.device(batch))]
         sums: dict[str, Tensor] = {}
-        size = self.chunk(batch)
-        for start in range(0, records, size):
-            tape = self._record_chunk(batch, start, size, records, present)
-            own = slice(start, min(start + size, records))
-            norms[own] = tape.norms()[: own.stop - start]
-            indices = torch.arange(own.start, own.stop, device=norms.device)
-            weights = norms.new_zeros(size)
-            finite = norms[own].isfinite()
-            weights[: len(finite)] = torch.where(finite, weigh(norms[own], indices).to(norms), 0.0)
+        first = 0
+        for tape in self.tapes(batch, present):
+            own = tape.norms()
+            places = torch.arange(first, first + len(own), device=own.device)
+            weights = torch.where(own.isfinite(), weigh(own, places).to(own), 0.0)
             sums = _added(sums, tape.weighted_sum(weights))
-        return Gradients(norms, sums)
+            norms.append(own)
+            first += len(own)
+        if not sums:
+            sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        return Gradients(torch.cat(norms), sums)
+
+    def tapes(self, batch: Batch, present: Tensor | None = None) -> Iterator[Tape]:
+        """One forward and one backward pass for each chunk of a batch of any size, none included.
+
+        Chunks all have one shape: the last is filled up with copies, which get no weight.
+
+        Args:
+            batch: the records.
+            present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
+        """
+        K = self._recorder.rows_per_record
+        records = batches.records(batch, K)
+        size = self.chunk(batch) if records else 1
+        for start in range(0, records, size):
+            real = min(size, records - start)
+            if real == size:
+                chunk = batches.between(batch, start * K, (start + size) * K)
+                shown = None if present is None else present[start : start + size]
+            else:
+                places = torch.arange(start, start + size, device=batches.device(batch))
+                places = places.clamp(max=records - 1)
+                chunk = batches.take(batch, batches.rows_of_records(places, K))
+                shown = None if present is None else present[places]
+            yield self._recorder.record(chunk, shown, real if real < size else None)
 
     def chunk(self, batch: Batch) -> int:
         """How many records run at once: fixed by the model and the sizes of one record."""
@@ -163,21 +184,6 @@ class RecordGradients:
     def gradients_agree(self, one: Batch, other: Batch) -> bool:
         """Whether two batches have one gradient, by plain autograd: the same rows, say, padded otherwise."""
         return self._recorder.gradients_agree(one, other)
-
-    def _record_chunk(
-        self, batch: Batch, start: int, size: int, records: int, present: Tensor | None
-    ) -> Tape:
-        """Chunks all have one shape: the last is filled up with copies, which get no weight."""
-        K = self._recorder.rows_per_record
-        if start + size <= records:
-            chunk = batches.between(batch, start * K, (start + size) * K)
-            shown = None if present is None else present[start : start + size]
-            return self._recorder.record(chunk, shown)
-        places = torch.arange(start, start + size, device=batches.device(batch))
-        places = places.clamp(max=records - 1)
-        chunk = batches.take(batch, batches.rows_of_records(places, K))
-        shown = None if present is None else present[places]
-        return self._recorder.record(chunk, shown, real=records - start)
 
 
 def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

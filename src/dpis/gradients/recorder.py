@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ from dpis.gradients.selfcheck import disagreements, norms_fit, same_gradient, wi
 from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.watch import Key, Watch
 
+T = TypeVar("T")
+
 # To plan again once, then to leave surprising calls to the fallback, link by link.
 MOST_ATTEMPTS = 20
 
@@ -48,9 +51,16 @@ COMPARED_FIRST, COMPARED_LATER = 8, 4
 
 
 @dataclass(frozen=True, eq=False)
-class Forward:
-    """What a forward pass did, all of it in the plan."""
+class WatchedPass(Generic[T]):
+    """A forward pass without its losses.
 
+    Attributes:
+        outputs: what the model returned.
+        watch: what it did, all of it in the plan.
+        records: how many went in.
+    """
+
+    outputs: T
     watch: Watch
     records: int
 
@@ -96,14 +106,19 @@ class Recorder:
         self._say_what_is_slow()
         return tape
 
-    def forward(self, batch: Batch) -> Forward:
-        """A forward pass alone, for whoever learns the losses later."""
+    def forward(self, batch: Batch, run: Callable[[], T]) -> WatchedPass[T]:
+        """A forward pass alone, for whoever learns the losses later.
+
+        Args:
+            batch: the records, in the form that the objective takes.
+            run: runs the model on them.
+        """
         self._look_around(batch, None)
         records = batches.records(batch, self.rows_per_record)
-        watch, _ = self._run_planned(batch, records * self.rows_per_record)
-        return Forward(watch, records)
+        outputs, watch = self._run_planned(batch, run)
+        return WatchedPass(outputs, watch, records)
 
-    def tape(self, forward: Forward, total: Tensor, same: Batch) -> Tape:
+    def tape(self, forward: WatchedPass[Any], total: Tensor, same: Batch) -> Tape:
         """The gradients of every record, once the total of their losses is known.
 
         Args:
@@ -198,8 +213,7 @@ class Recorder:
 
     def _try_to_record(self, batch: Batch, present: Tensor | None, real: int | None) -> Tape:
         records = batches.records(batch, self.rows_per_record)
-        rows = records * self.rows_per_record
-        watch, losses = self._run_planned(batch, rows)
+        losses, watch = self._run_planned(batch)
         total = weighted_total(losses, records, self.rows_per_record, present, real)
         return self._tape(watch, total, batch, records, present, real)
 
@@ -221,15 +235,24 @@ class Recorder:
             parts |= self._slowly(slow, batch, records, present)
         with torch.no_grad(), full_precision(total.device):
             combined = {n: combine(parts.get(n, ()), p) for n, p in self.parameters.items()}
-        return Tape(self.parameters, combined, records)
+        own = real or records
+        return Tape(self.parameters, combined, own, filling=records - own)
 
-    def _run_planned(self, batch: Batch, rows: int) -> tuple[Watch, Tensor]:
+    def _run_planned(self, batch: Batch, run: Callable[[], Any] | None = None) -> tuple[Any, Watch]:
+        """What a run over a batch returns, and what it did, all of it in the plan.
+
+        Args:
+            batch: the records.
+            run: runs the model on them; None: the objective, for the losses of all rows.
+        """
+        rows = batches.records(batch, self.rows_per_record) * self.rows_per_record
+        run = run or (lambda: self.objective(self.module, batch))
         for attempt in range(MOST_ATTEMPTS):
             watch = self._new_watch(self._plan)
-            losses = self._forward(watch, batch)
+            result = self._watched(watch, run)
             surprises = unplanned(watch, self._plan, rows)
             if not surprises:
-                return watch, losses
+                return result, watch
             if attempt == 0:
                 with self.undisturbed():
                     self._plan = merge(self._plan, self._make_plan(self._few(batch)))
@@ -241,13 +264,16 @@ class Recorder:
             "nothing random."
         )
 
-    def _forward(self, watch: Watch, batch: Batch) -> Tensor:
+    def _losses(self, watch: Watch, batch: Batch) -> Tensor:
+        return self._watched(watch, lambda: self.objective(self.module, batch))
+
+    def _watched(self, watch: Watch, run: Callable[[], T]) -> T:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eagerly())
             stack.enter_context(_packed_order(self._recurrent, watch))
             stack.enter_context(watch)
-            return self.objective(self.module, batch)
+            return run()
 
     def _new_watch(self, plan: Plan, planning: bool = False) -> Watch:
         def constant(key: Key) -> bool:
@@ -290,7 +316,7 @@ class Recorder:
         def new_watch(plan: Plan) -> Watch:
             return self._new_watch(plan, planning=True)
 
-        found = make_plan(self._forward, new_watch, few, self.rows_per_record)
+        found = make_plan(self._losses, new_watch, few, self.rows_per_record)
         self.bytes_per_record = max(self.bytes_per_record, found.bytes_per_record)
         self.batch_shaped |= found.batch_shaped
         self._ran_again |= found.ran_again
@@ -329,7 +355,7 @@ class Recorder:
 
     def _probe_ownership(self, batch: Batch) -> None:
         records = batches.records(batch, self.rows_per_record)
-        watch, losses = self._run_planned(batch, records * self.rows_per_record)
+        losses, watch = self._run_planned(batch)
         probe(watch, self._plan, losses, records)
 
     def _compare_with_autograd(self, few: Batch) -> None:

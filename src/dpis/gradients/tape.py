@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dpis.gradients.combine import Part, squared_norms, weighted_sum
 from dpis.gradients.factors.factor import Kept, chosen, kept_by
@@ -23,18 +24,20 @@ class Tape:
     Attributes:
         parameters: the trainable parameters by name.
         parts: for each, the factors of parts of it that do not overlap.
-        records: how many records the chunk holds.
+        records: how many records there are.
+        filling: how many copies fill the chunk up behind them. They have no norms and no weights.
     """
 
     parameters: Mapping[str, Tensor]
     parts: Mapping[str, tuple[Part, ...]]
     records: int
+    filling: int = 0
 
     def norms(self) -> Tensor:
-        """``||grad_i||`` over all parameters, for every record, in float64."""
+        """``||grad_i||`` over all parameters, for every record, in float64; not finite where a gradient is not."""
         with torch.no_grad(), full_precision(self._device):
             squares = [squared_norms(parts) for parts in self.parts.values() if parts]
-            return torch.stack(squares).sum(0).sqrt()
+            return torch.stack(squares).sum(0).sqrt()[: self.records]
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.
@@ -47,6 +50,7 @@ class Tape:
                 f"One weight a record is required: {self.records}; found shape "
                 f"{tuple(weights.shape)}."
             )
+        weights = functional.pad(weights, (0, self.filling))
         kept = kept_by(weights)
         own = weights if kept is None else chosen(weights, kept)
         with torch.no_grad(), full_precision(self._device):

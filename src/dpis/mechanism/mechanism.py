@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,13 +19,12 @@ from dpis.accounting import AdaptivePlan, Cadence, Entry, Event, Gaussian
 from dpis.accounting.adaptive import NORM_SUM
 from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.verify import COUNT
-from dpis.batches import Batch
 from dpis.errors import BudgetExceededError, InputError
-from dpis.gradients.record_gradients import Weigh
+from dpis.gradients.tape import Tape
 from dpis.mechanism.config import Contribution, NormSum
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.epoch_terms import Terms, adaptive_terms, predeclared_terms
-from dpis.mechanism.gradient_sum import GradientSum, SumsGradients
+from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.plan import Plan, bounded_count
 from dpis.noise import add_noise
@@ -243,43 +242,50 @@ class Mechanism:
         self._outstanding.append(self.sampler.draw(self.terms.sampling_rate, coins))
         return self._outstanding[-1]
 
-    def release_gradient_of_parts(
-        self,
-        gradients: SumsGradients,
-        parts: Iterable[tuple[Batch, Tensor | None]],
-        draw: Draw,
-    ) -> dict[str, Tensor]:
-        """The noisy mean gradient over the drawn candidates: ``(C/B)·(Σ v_i + z·Normal(0, I))``.
-
-        Rows come a few records at a time: a large batch never lies in memory whole.
+    def start_sum(self, draw: Draw, parameters: Mapping[str, Tensor]) -> GradientSum:
+        """To be filled with the gradients of the drawn records, tape by tape.
 
         Args:
-            gradients: the model and its loss.
-            parts: batches and which of their rows count, together the rows of the drawn records in their order.
-            draw: as `draw` returned it for this step.
+            draw: the oldest that waits for its release.
+            parameters: the trainable parameters by name.
         """
-        total = self.start_sum(draw)
-        total.start_from(gradients.parameters)
-        for batch, present in parts:
-            total.add(gradients, batch, present)
-        return self.release_sum(total)
+        self._require_oldest(draw)
+        coins = None
+        if self.plan.config.contribution is Contribution.REJECT:
+            coins = torch.as_tensor(self._key.stream("accept", self.step).uniforms(len(draw)))
+        return GradientSum(draw, parameters, coins)
 
-    def start_sum(self, draw: Draw) -> GradientSum:
-        """To be filled with the gradients of the drawn records, part by part."""
-        if self.terms is None or not self._outstanding or draw is not self._outstanding[0]:
-            raise BudgetExceededError(
-                "a gradient is released once for every draw, in the order of the draws: the coins of a step are "
-                "fresh. Draw again; nothing was released"
+    def add(self, total: GradientSum, tape: Tape) -> None:
+        """Norms, weights, weighted sum: the next records of the draw, by their per-example gradients."""
+        norms = tape.norms()
+        total.add(norms, tape.weighted_sum(self._weights(total, norms)))
+
+    def _weights(self, total: GradientSum, norms: Tensor) -> Tensor:
+        """Of the next records of a draw: the clip, and the inverse of the probability they were drawn with."""
+        terms, own = (
+            self._require_oldest(total.draw),
+            slice(total.records, total.records + len(norms)),
+        )
+        if own.stop > len(total.draw):
+            raise InputError(
+                f"the rows of the drawn records alone are required: {len(total.draw)} drawn, {own.stop} given. "
+                "Nothing was released"
             )
-        return GradientSum(draw, self._weigh(draw, self.terms, self.step))
+        if not self.plan.config.method.private:
+            return norms.isfinite().to(norms)
+        coins = total.acceptance_coins
+        return contribution_weights(
+            norms,
+            total.draw.importance[own],
+            clip_norm=terms.clip_norm,
+            how=self.plan.config.contribution,
+            uniforms=None if coins is None else coins[own],
+        )
 
     def release_sum(self, total: GradientSum) -> dict[str, Tensor]:
-        """The noisy mean gradient, from a sum over all drawn records."""
-        terms, step, draw = self.terms, self.step, total.draw
-        if terms is None or not self._outstanding or draw is not self._outstanding[0]:
-            raise BudgetExceededError(
-                "this sum was released already, or is not of the oldest draw. Nothing was released"
-            )
+        """The noisy mean gradient over the drawn records: ``(C/B)·(Σ v_i + z·Normal(0, I))``."""
+        step, draw = self.step, total.draw
+        terms = self._require_oldest(draw)
         if total.records != len(draw):
             raise InputError(
                 f"the rows of every drawn record are required: {len(draw)} drawn, {total.records} given. "
@@ -299,26 +305,14 @@ class Mechanism:
         scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
         return {name: scale * value for name, value in noisy.items()}
 
-    def _weigh(self, draw: Draw, terms: Terms, step: int) -> Weigh:
-        """Weights from norms and places in the draw."""
-        if not self.plan.config.method.private:
-            return lambda norms, places: torch.ones_like(norms)
-        how = self.plan.config.contribution
-        coins = None
-        if how is Contribution.REJECT:
-            coins = torch.as_tensor(self._key.stream("accept", step).uniforms(len(draw)))
-
-        def weights(norms: Tensor, places: Tensor) -> Tensor:
-            own = places.cpu()
-            return contribution_weights(
-                norms.cpu(),
-                draw.importance[own],
-                clip_norm=terms.clip_norm,
-                how=how,
-                uniforms=None if coins is None else coins[own],
-            ).to(norms.device)
-
-        return weights
+    def _require_oldest(self, draw: Draw) -> Terms:
+        """Draws are released once each, in their order."""
+        if self.terms is None or not self._outstanding or draw is not self._outstanding[0]:
+            raise BudgetExceededError(
+                "a gradient is released once for every draw, in the order of the draws: the coins of a step are "
+                "fresh, and this draw was released already or is not the oldest. Draw again; nothing was released"
+            )
+        return self.terms
 
     # ── accounting ───────────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpis.batches import Batch
 from dpis.coupling.padding import SEES_PADDING
 from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import unwritten
@@ -25,7 +24,6 @@ from dpis.gradients import RecordGradients
 from dpis.mechanism import Terms
 from dpis.runs.folder import Replacement, write_whole
 from dpis.runs.summary import Summary
-from dpis.sampling import Draw
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
@@ -170,17 +168,20 @@ class Trainer:
             raise InterruptedRunError(self._how_to_resume())
 
     def _step(self) -> None:
-        """Draw, gradients, noise, update: one event, one step of the optimizer."""
+        """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
         self._between_steps = False
-        mechanism, task, key = self._mechanism, self.task, self.run.key
-        step = mechanism.step
+        mechanism, task, key, step = self._mechanism, self.task, self.run.key, self._mechanism.step
         draw = mechanism.draw()
         self._to_training_mode()
         with seeded_torch(key.stream("model", step)):
             with unwritten(task.model, closely=self._looks.due()):
-                update = mechanism.release_gradient_of_parts(
-                    self._gradients, self._rows(draw), draw
-                )
+                total = mechanism.start_sum(draw, self._gradients.parameters)
+                for rows in task.records.drawn(draw.indices.numpy(), key, step):
+                    self._refuse_batch_shapes(rows)
+                    self._refuse_seen_padding(rows)
+                    for tape in self._gradients.tapes(rows.batch, rows.present):
+                        mechanism.add(total, tape)
+                update = mechanism.release_sum(total)
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update[name].to(parameter.dtype)
             self._stepped = True
@@ -193,13 +194,6 @@ class Trainer:
         self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
         self._between_steps = True
 
-    def _rows(self, draw: Draw) -> Iterator[tuple[Batch, Tensor | None]]:
-        step = self._mechanism.step
-        for rows in self.task.records.drawn(draw.indices.numpy(), self.run.key, step):
-            self._refuse_batch_shapes(rows)
-            self._refuse_seen_padding(rows)
-            yield rows.batch, rows.present
-
     def _norms_of_all(self) -> Tensor:
         """The norms of all records at the current parameters, for a released norm sum."""
         key, epoch = self.run.key, self._mechanism.epoch + 1
@@ -208,10 +202,8 @@ class Trainer:
         with seeded_torch(key.stream("model-all", epoch)), unwritten(self.task.model):
             for rows in records.all(key, epoch):
                 self._refuse_seen_padding(rows)
-                result = self._gradients(
-                    rows.batch, lambda norms, _: torch.zeros_like(norms), rows.present
-                )
-                norms.append(result.norms.cpu())
+                tapes = self._gradients.tapes(rows.batch, rows.present)
+                norms += [tape.norms().cpu() for tape in tapes]
         self._progress.gradient_evaluations += len(records) * records.rows_per_record
         return torch.cat(norms)
 
