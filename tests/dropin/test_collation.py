@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import default_collate
 
-from dpis.coupling import items as fetching
-from dpis.coupling.items import Places, SeededItems
-from dpis.dropin.worker_collate import PrivateCollate
+from dpis.dropin.workers import Places, WorkerBatches
 from dpis.errors import CouplingError
 
 from .loops import private
@@ -230,8 +228,8 @@ def test_names_of_items_in_an_array_are_taken() -> None:
     def with_names(items: Items) -> tuple[Tensor, Tensor, Any]:
         return *padded(items), np.array([f"item of class {y}" for _, y in items])
 
-    items = fetching.Items(fixed(6), Places(range(6), bytes(32)))
-    batch = PrivateCollate(with_names, fixed(), row_dim=0)(items).batch
+    batches = WorkerBatches(fixed(6), with_names, row_dim=0)
+    batch = batches.__getitems__(Places(range(6), bytes(32))).batch
     assert batch[2].shape == (6,)
 
 
@@ -241,5 +239,5 @@ def test_what_a_worker_sets_is_for_the_data_set() -> None:
             return [self[place] for place in places]
 
     dataset = AtOnce(fixed())
-    SeededItems(dataset).opened = True
+    WorkerBatches(dataset, default_collate, row_dim=0).opened = True
     assert dataset.opened  # type: ignore[attr-defined]

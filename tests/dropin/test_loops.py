@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpis import BatchMemoryManager, PrivacyEngine
-from dpis.dropin.worker_collate import gathered
+from dpis.dropin.workers import TensorBatches
 from dpis.mechanism import mechanism as mechanism_module
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
@@ -239,7 +239,7 @@ class Items(TensorDataset):
 def test_plain_tensors_are_batched_at_once_and_come_out_as_items_do(batch: int):
     plain = private(loader={"batch_size": batch})
     items = private(dataset=Items(*data().tensors), loader={"batch_size": batch})
-    assert plain.loader.collate_fn is gathered
+    assert type(plain.loader.dataset) is TensorBatches
     pairs = zip(_delivered(plain), _delivered(items), strict=True)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
     assert torch.equal(plain.weights, items.weights)

@@ -16,7 +16,8 @@ import torch
 from dpis import batches
 from dpis import generators as chance
 from dpis.coupling import items as fetching
-from dpis.coupling.collate import CollateProbe, differ
+from dpis.coupling.differences import differ
+from dpis.coupling.items import CollateProbe
 from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError, DpisError
 from dpis.files import users as users_module

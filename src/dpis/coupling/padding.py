@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from dpis.batches import Batch
-from dpis.coupling.collate import Chance, Collate, copied, differ
+from dpis.coupling.differences import copied, differ
+from dpis.coupling.items import Chance, Collate
 from dpis.coupling.schedule import Looks
 from dpis.generators import GeneratorStates
 

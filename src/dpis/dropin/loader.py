@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
-import torch
-from torch import Tensor
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    TensorDataset,
     default_collate,
 )
 
 from dpis.batches import tensors_of
-from dpis.coupling.items import SeededItems
 from dpis.coupling.shared_rows import refuse_rows_named_twice
 from dpis.dropin.session import Session
-from dpis.dropin.worker_collate import PrivateCollate, gathered
+from dpis.dropin.workers import TensorBatches, WorkerBatches, as_made
 from dpis.errors import InputError, MisuseError
 
 
@@ -53,15 +50,14 @@ class PrivateLoader(DataLoader[Any]):
                 "multiprocessing_context": original.multiprocessing_context,
             }
         dataset: Any = original.dataset
-        collate: Any = PrivateCollate(original.collate_fn, dataset, session.gradients.row_dim)
         if original.collate_fn is default_collate and tensors_of(dataset):
-            dataset, collate = _BatchesOfTensors(dataset), gathered
+            batches: Dataset[Any] = TensorBatches(dataset)
         else:
-            dataset = SeededItems(dataset)
+            batches = WorkerBatches(dataset, original.collate_fn, session.gradients.row_dim)
         super().__init__(
-            dataset,
+            batches,
             batch_sampler=_Draws(session, steps, most_rows),
-            collate_fn=collate,
+            collate_fn=as_made,
             num_workers=original.num_workers,
             pin_memory=original.pin_memory,
             timeout=original.timeout,
@@ -96,20 +92,6 @@ class PrivateLoader(DataLoader[Any]):
         raise MisuseError(
             "a private loader cannot be copied: two runs would use the same coins and noise, which then cancels"
         )
-
-
-class _BatchesOfTensors(TensorDataset):
-    """A plain `TensorDataset`, sharing all it has, that makes the batch of several places at once.
-
-    It is the batch that `default_collate` makes of the items.
-    """
-
-    def __init__(self, dataset: TensorDataset) -> None:
-        self.__dict__ = dataset.__dict__
-
-    def __getitems__(self, places: list[int]) -> tuple[Tensor, ...]:
-        chosen = torch.tensor(places, dtype=torch.long)
-        return tuple(tensor.index_select(0, chosen.to(tensor.device)) for tensor in self.tensors)
 
 
 class _Draws(Sampler[list[int]]):

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from dpis import batches
-from dpis.coupling.items import Places
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.outputs import unwatch
@@ -22,6 +21,7 @@ from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
 from dpis.dropin.padding_trials import PaddingTrials
+from dpis.dropin.workers import Places
 from dpis.errors import MisuseError
 from dpis.generators import chance_of, seeded_generators
 from dpis.gradients.deferred import DeferredGradients, Pass

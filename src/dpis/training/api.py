@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, default_collate
 from dpis import defaults
 from dpis.accounting import Accountant, CountSource
 from dpis.batches import tensors_of
-from dpis.coupling.collate import Collate
 from dpis.coupling.forbidden_layers import checked_model
+from dpis.coupling.items import Collate
 from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum

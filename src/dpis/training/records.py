@@ -17,11 +17,15 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpis import batches
 from dpis.batches import Batch, tensors_of
-from dpis.coupling.collate import Collate, CollateProbe
-from dpis.coupling.items import FetchProbe, fetches_at_once
+from dpis.coupling.items import (
+    AugmentProbe,
+    Collate,
+    CollateProbe,
+    FetchProbe,
+    fetches_at_once,
+)
 from dpis.coupling.padding import PaddingProbe
-from dpis.coupling.schedule import Looks
-from dpis.errors import CouplingError, InputError
+from dpis.errors import InputError
 from dpis.files.users import UserIndex, choose_rows, group_by_user
 from dpis.generators import ItemChance, chance_of, seeded_generators, torch_generator
 from dpis.randomness import Key, Stream
@@ -129,7 +133,7 @@ class Records:
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
         self._one_by_one = ItemChance(self.dataset.__getitem__)
         self._pairs: list[tuple[Batch, Batch]] = []
-        self._augment_looks = Looks()
+        self._augment_probe = AugmentProbe(self.rows_per_record, self.batch_shaped)
 
     def __len__(self) -> int:
         return self._count
@@ -232,15 +236,6 @@ class Records:
 
         return [(as_fetched(one), as_fetched(other)) for one, other in pairs]
 
-    def _same_but_for_first(self, a: Batch, b: Batch, own: int) -> bool:
-        """Whether two batches have the same rows after the first ``own``, as far as their shapes agree."""
-        pairs = zip(batches.tensors(a), batches.tensors(b), strict=True)
-        return all(
-            _equal(one[own:], other[own:])
-            for one, other in pairs
-            if one.shape == other.shape or not self.batch_shaped
-        )
-
     def _drawn_items(self, rows: list[int], chances: _Chances) -> list[Any]:
         """Items of these rows; that a data set which fetches them at once makes each by itself is tried out, too."""
         if self._fetch_probe is None:
@@ -280,7 +275,7 @@ class Records:
         changed = self._apply_augment(batches.apply(torch.clone, batch), chance())
         if batches.rows(changed) != batches.rows(batch):
             raise InputError("augment must return as many rows as it was given")
-        self._check_augment(batch, changed, chance)
+        self._augment_probe.look(batch, changed, lambda other: self._apply_augment(other, chance()))
         return changed
 
     def _apply_augment(self, batch: Batch, stream: Stream) -> Batch:
@@ -300,35 +295,11 @@ class Records:
         copies = self.views * self.augmentations
         return None if present is None else present.repeat_interleave(copies, dim=1)
 
-    def _check_augment(self, batch: Batch, changed: Batch, chance: Callable[[], Stream]) -> None:
-        """With the first record exchanged and the same randomness, all others must come out the same."""
-        own = self.rows_per_record
-        places = torch.arange(batches.rows(batch))
-        places[:own] = places[-own:].clone()
-        exchanged = batches.take(batch, places)
-        if _equal(batch, exchanged):  # of equal records nothing shows
-            return
-        if self._augment_looks.due():
-            other = self._apply_augment(exchanged, chance())
-            if not self._same_but_for_first(changed, other, own):
-                raise CouplingError(_MIXES)
-
-
-_MIXES = (
-    "augment mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "
-    "would not hold. Treat every row by itself, with public numbers, and with no random numbers but those given"
-)
-
 
 def _with_tensors(batch: Batch, tensors: Sequence[Tensor]) -> Batch:
     """The same structure with these tensors in the places of its own."""
     following = iter(tensors)
     return batches.apply(lambda _: next(following), batch)
-
-
-def _equal(a: Batch, b: Batch) -> bool:
-    pairs = zip(batches.tensors(a), batches.tensors(b), strict=True)
-    return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in pairs)
 
 
 def _readable(shapes: list[torch.Size]) -> str:
