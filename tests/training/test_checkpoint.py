@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from dpis.errors import InputError
+from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.runs import checkpoint
-from dpis.runs.checkpoint import NOTICE, load_checkpoint, save_checkpoint
+from dpis.runs.checkpoint import NOTICE
 from tests.training.toys import Crash, crash_at, fit, mlp, released
 
 FLIPS = 200
@@ -30,7 +31,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _refused(path: Path) -> None:
     with pytest.raises(InputError, match=r"damaged|another version") as refusal:
-        load_checkpoint(path)
+        load_secret_state(path)
     text = str(refusal.value)
     assert "\n" not in text
     assert "start the run anew in another folder" in text
@@ -46,13 +47,13 @@ def test_a_flipped_bit_anywhere_is_refused(interrupted: Path, tmp_path: Path) ->
         path.write_bytes(damaged)
         _refused(path)
     path.write_bytes(whole)
-    assert load_checkpoint(path)["training"]["mechanism"]["step"] == 4
+    assert load_secret_state(path)["training"]["mechanism"]["step"] == 4
 
 
 def test_a_flipped_bit_of_a_weight_is_refused(interrupted: Path, tmp_path: Path) -> None:
     """The archive's own sums are not looked at when weights are loaded."""
     whole, path = interrupted.read_bytes(), tmp_path / "checkpoint.secret"
-    weight = load_checkpoint(interrupted)["training"]["model"]["0.weight"]
+    weight = load_secret_state(interrupted)["training"]["model"]["0.weight"]
     bytes_ = weight.numpy().tobytes()
     place = whole.index(bytes_)
     for offset in range(0, len(bytes_), 16):
@@ -86,7 +87,7 @@ def test_a_resumed_run_meets_the_same_refusal(tmp_path: Path) -> None:
         fit(folder, mlp(), progress=crash_at(6))
     path = folder / "checkpoint.secret"
     good = path.read_bytes()
-    weight = load_checkpoint(path)["training"]["model"]["0.weight"].numpy().tobytes()
+    weight = load_secret_state(path)["training"]["model"]["0.weight"].numpy().tobytes()
     path.write_bytes(good.replace(weight, bytes(len(weight))))
     assert path.read_bytes() != good
     with pytest.raises(InputError, match="is damaged"):
@@ -134,12 +135,12 @@ def test_a_checkpoint_of_the_version_before_is_refused(tmp_path: Path) -> None:
     torch.save({"format": "dpis-checkpoint/1"}, path)
     assert zipfile.is_zipfile(path)
     with pytest.raises(InputError, match="another version"):
-        load_checkpoint(path)
+        load_secret_state(path)
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.secret"
-    save_checkpoint(path, {"key": b"k", "training": {"w": torch.arange(3.0)}})
-    state = load_checkpoint(path)
+    save_secret_state(path, {"key": b"k", "training": {"w": torch.arange(3.0)}})
+    state = load_secret_state(path)
     assert state["key"] == b"k"
     assert torch.equal(state["training"]["w"], torch.arange(3.0))

@@ -11,16 +11,16 @@ import pytest
 
 from dpis.accounting import verify_ledger
 from dpis.errors import LedgerError
-from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
+from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.training import EarlyStop
 from dpis.training.run import Run
 from tests.training.toys import Crash, assert_verifies, crash_at, fit, ledger, points, released
 
 
 def _with_other_weights(path: Path) -> None:
-    state = load_checkpoint(path)
+    state = load_secret_state(path)
     state["training"]["model"]["weight"][0, 0] += 1
-    save_checkpoint(path, state)
+    save_secret_state(path, state)
 
 
 def test_a_second_end_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch.utils.data import TensorDataset
 from dpis.accounting import Adjacency
 from dpis.randomness import Key
 from dpis.runs.checkpoint import NOTICE
-from dpis.runs.summary import Summary
-from dpis.training import PublicCountWarning
+from dpis.training import PublicCountWarning, trainer
 from dpis.training.model_file import architecture_of
 from dpis.training.progress import ProgressBar
+from dpis.training.result import summary_of
 from tests.training.toys import (
     RELEASED,
     Each,
@@ -134,9 +135,8 @@ def test_a_private_number_in_the_summary_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rule 20: how many gradients were computed tells how many records were drawn."""
-    of = Summary.of
-    tells = lambda run, **given: of(run, **{**given, "gradient_evaluations": 17})  # noqa: E731
-    monkeypatch.setattr(Summary, "of", tells)
+    tells = lambda run, **given: replace(summary_of(run, **given), gradient_evaluations=17)  # noqa: E731
+    monkeypatch.setattr(trainer, "summary_of", tells)
     with pytest.raises(AssertionError):
         law_the_summary_holds_public_values_alone(tmp_path / "run")
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 from dpis.accounting import ledger_writer
 from dpis.errors import InputError, LedgerError
 from dpis.mechanism import AdaptiveClipping
-from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
+from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.training import EarlyStop, InterruptedRunError, trainer
 from tests.training.toys import (
     Crash,
@@ -181,7 +181,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(
     monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", -1.0)  # one after every step
     with pytest.raises(Crash):
         fit(tmp_path / "run", **settings, progress=crash_at(7))
-    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]["mechanism"]
+    saved = load_secret_state(tmp_path / "run" / "checkpoint.secret")["training"]["mechanism"]
     assert (saved["step"], saved["steps_left"]) == (6, 2)
     assert released(fit(tmp_path / "run", **settings, resume=True).folder) == whole
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch(
 def test_the_first_checkpoint_holds_the_untrained_model(tmp_path: Path) -> None:
     with pytest.raises(Crash):
         fit(tmp_path, progress=crash_at(1))
-    state = load_checkpoint(tmp_path / "checkpoint.secret")
+    state = load_secret_state(tmp_path / "checkpoint.secret")
     assert torch.equal(state["training"]["model"]["weight"], linear().weight)
     whole = fit(tmp_path / "whole")
     again = fit(tmp_path, linear(seed=77), resume=True)  # another start would not be the same run
@@ -366,7 +366,7 @@ def test_an_error_between_steps_loses_no_step(tmp_path: Path) -> None:
     whole = released(fit(tmp_path / "whole").folder)
     with pytest.raises(_FullDiskError):
         fit(tmp_path / "run", progress=_fail_at(3))
-    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]
+    saved = load_secret_state(tmp_path / "run" / "checkpoint.secret")["training"]
     assert saved["mechanism"]["step"] == 3
     assert released(fit(tmp_path / "run", resume=True).folder) == whole
 
@@ -379,7 +379,7 @@ def test_an_error_within_a_step_leaves_the_last_checkpoint(tmp_path: Path) -> No
             fit(tmp_path / "run", loss=_each)
     finally:
         handle.remove()
-    saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")["training"]
+    saved = load_secret_state(tmp_path / "run" / "checkpoint.secret")["training"]
     assert saved["mechanism"]["step"] == 0
     assert released(fit(tmp_path / "run", loss=_each, resume=True).folder) == whole
 
@@ -399,9 +399,9 @@ def test_a_run_from_before_code_was_compared(tmp_path: Path) -> None:
     with pytest.raises(_FullDiskError):
         fit(tmp_path / "run", loss=_each, progress=_fail_at(2))
     path = tmp_path / "run" / "checkpoint.secret"
-    state = load_checkpoint(path)
+    state = load_secret_state(path)
     state["training"]["identity"]["the loss"] = "tests.training.test_resume._each"
-    save_checkpoint(path, state)
+    save_secret_state(path, state)
     with pytest.raises(InputError, match="the loss changed") as refusal:
         fit(tmp_path / "run", loss=_each, resume=True)
     assert "\n" not in str(refusal.value)
@@ -511,7 +511,7 @@ def test_an_interrupt_saves_and_says_how_to_go_on(tmp_path: Path, step: int) -> 
     else:
         with pytest.raises(InterruptedRunError, match=f"--resume {tmp_path / 'run'}"):
             fit(tmp_path / "run", progress=Each(press))
-        saved = load_checkpoint(tmp_path / "run" / "checkpoint.secret")
+        saved = load_secret_state(tmp_path / "run" / "checkpoint.secret")
         assert saved["training"]["mechanism"]["step"] == step
         fit(tmp_path / "run", resume=True)
     assert signal.getsignal(signal.SIGINT) is handler

@@ -217,13 +217,13 @@ def test_held_out_data_is_not_read_once_more_for_it(tmp_path: Path) -> None:
 
 def test_the_same_held_out_data_looks_different_in_every_run(tmp_path: Path) -> None:
     """Without the key the fingerprint says nothing."""
-    from dpis.runs.checkpoint import load_checkpoint
+    from dpis.mechanism.secret_state import load_secret_state
 
     seen = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed)
         fit(folder, held_out=_measured(), seed=seed, keep_checkpoint=True)
-        seen.add(load_checkpoint(folder / "checkpoint.secret")["training"]["held_out"])
+        seen.add(load_secret_state(folder / "checkpoint.secret")["training"]["held_out"])
     assert len(seen) == 2
 
 

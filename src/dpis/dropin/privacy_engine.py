@@ -22,8 +22,8 @@ from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
 from dpis.mechanism import Mechanism, Plan, make_plan
 from dpis.mechanism.plan import open_ended_plan
+from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.randomness import Key
-from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
 
 
 class PrivacyEngine:
@@ -297,7 +297,7 @@ class PrivacyEngine:
             "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),
             "checkpoint_dict": checkpoint_dict or {},
         }
-        save_checkpoint(Path(path), state)
+        save_secret_state(Path(path), state)
 
     def load_checkpoint(
         self,
@@ -329,7 +329,7 @@ class PrivacyEngine:
                 "epsilon would be too small. Load right after make_private, with a new PrivacyEngine; to go back to "
                 "older weights, load them by module.load_state_dict"
             )
-        state = load_checkpoint(Path(path))
+        state = load_secret_state(Path(path))
         if state["plan"] != self._fingerprint(session):
             raise InputError(
                 f"{path} is of a run with other arguments or another number of records: {state['plan']}; these are "

@@ -1,22 +1,31 @@
-"""What a finished run says of itself: config, claim, metrics, versions. No times, nothing private."""
+"""``summary.json``, what a finished run says of itself: written with nothing private and no times, read with suspicion."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-from dpis.accounting import Adjacency, CountSource, Unit
-from dpis.mechanism import Method
-from dpis.mechanism.plan import OpenEnded
-from dpis.runs.values import config_to_json, versions
-
-if TYPE_CHECKING:
-    from dpis.training.run import Run
+from dpis.accounting import Unit
+from dpis.errors import InputError
+from dpis.runs.folder import RunFolder, write_whole
 
 PROTECTS = {Unit.RECORD: "one record", Unit.USER: "one user with all of their rows"}
 """Whom a claim protects, in words."""
+
+
+def versions() -> dict[str, str]:
+    """Of everything the numbers depend on."""
+    packages = ("dpis", "torch", "dp-accounting", "numpy")
+    return {name: version(name) for name in packages} | {"python": platform.python_version()}
+
+
+# ── writing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,34 +60,6 @@ class Summary:
     versions: dict[str, str]
     gradient_evaluations: int | None = None
 
-    @classmethod
-    def of(
-        cls,
-        run: Run,
-        *,
-        metrics: dict[str, float],
-        history: list[dict[str, Any]],
-        stopped_early: bool,
-        model_sha256: str,
-        gradient_evaluations: int | None,
-    ) -> Summary:
-        """Of a run whose model has just been written."""
-        marks = {"seeded": run.key.seeded, "diagnostics": run.options.diagnostics}
-        return cls(
-            method=run.config.method.value,
-            claim=_claim(run),
-            not_for_release=tuple(name for name, marked in marks.items() if marked),
-            metrics=metrics,
-            notes=_notes(run),
-            config=json.loads(config_to_json(run.config)),
-            recipe=dict((run.options.recipe or {}).get("public", {})),
-            history=history,
-            stopped_early=stopped_early,
-            model_sha256=model_sha256,
-            versions=versions(),
-            gradient_evaluations=gradient_evaluations,
-        )
-
     def as_json(self) -> dict[str, Any]:
         """For the file; what is private is absent unless asked for, and a metric that is no number is null."""
         values = dict(vars(self))
@@ -88,53 +69,92 @@ class Summary:
             del values["gradient_evaluations"]
         return values
 
+    def write(self, folder: RunFolder) -> None:
+        """Put it into its place in a run's folder."""
+        text = json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n"
+        write_whole(folder.summary, text.encode())
+
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     infinite = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     return {name: None if name in infinite else value for name, value in values.items()}
 
 
-def _claim(run: Run) -> dict[str, Any] | None:
-    accounting = run.mechanism.plan.accounting
-    if accounting is None or isinstance(accounting, OpenEnded):
-        return None
-    return {
-        "epsilon": accounting.budget.epsilon,
-        "delta": accounting.budget.delta,
-        "adjacency": accounting.adjacency.value,
-        "protects": PROTECTS[Unit.USER if run.options.user_level else Unit.RECORD],
-        "n_public": run.mechanism.plan.workload.n_public,
-        "n_public_source": run.mechanism.plan.config.n_public_source.value,
-        "mode": "adaptive" if run.config.method is Method.DPIS_ADAPTIVE else "predeclared",
-    }
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────
+
+_SHAPE: dict[str, type | tuple[type, ...]] = {
+    "method": str,
+    "claim": (dict, type(None)),
+    "not_for_release": list,
+    "metrics": dict,
+    "notes": list,
+    "config": dict,
+    "recipe": dict,
+    "history": list,
+    "stopped_early": bool,
+    "versions": dict,
+}
+_OF_AN_EPOCH = (
+    "kappa",
+    "clip_norm",
+    "grad_noise_multiplier",
+    "noise_multiplier",
+    "sampling_rate",
+    "held_out_accuracy",
+    "held_out_squared_error",
+)
 
 
-def _notes(run: Run) -> tuple[str, ...]:
-    plan = run.mechanism.plan
-    if plan.accounting is None or isinstance(plan.accounting, OpenEnded):
-        return ("sgd is not private: this model may reveal its training data.",)
-    notes = []
-    if plan.accounting.adjacency is Adjacency.ZERO_OUT:
-        notes.append(
-            "The number of records is treated as public: it was read from the data set. Give n_public to protect it."
+def read_summary(folder: RunFolder) -> Mapping[str, Any]:
+    """The summary of a run that is complete.
+
+    Raises:
+        InputError: there is no finished run, or its summary is not one.
+    """
+    path = folder.path
+    if not path.is_dir():
+        raise InputError(
+            f"{path} is no folder and holds no finished run: name the folder of a finished run"
         )
-    if plan.accounting.budget.delta * plan.workload.n_public >= 1:
-        notes.append(
-            "delta is not below 1 / number of records: the promise then allows to publish a record now and then. "
-            "Choose a smaller delta."
-        )
-    if plan.config.n_public_source is CountSource.RELEASED:
-        notes.append("The number of records was released with noise, and paid for.")
-    notes += [
-        "Held-out records that the model was measured on are not protected, nor is what you learn by comparing runs "
-        "(tuning on this data spends a budget of its own).",
-        "The claim is that of the whole plan, also after an early stop.",
-    ]
-    for what in (run.options.recipe or {}).get("public_by_confirmation", ()):
-        notes.append(f"You confirmed that the {what} are public: they were read from the data.")
-    if run.options.batch_shaped:
-        notes.append(
-            "Norms are batch-shaped: the rounding of a record's norm may depend on its batch. That the model does not "
-            "see how far a record is padded was tried out on some records, not proved."
-        )
-    return tuple(notes)
+    if not (folder.summary.is_file() and folder.model.is_file()):
+        unfinished = folder.checkpoint.exists()
+        hint = f": it is unfinished, go on with `dpis train --resume {path}`" if unfinished else ""
+        raise InputError(f"{path} holds no finished run{hint}")
+    return _parsed(folder.summary)
+
+
+def _parsed(path: Path) -> Mapping[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"{path} is not a run's summary: it is no JSON") from None
+    problem = _problem_of(summary)
+    if problem is not None:
+        raise InputError(f"{path} is not a run's summary: {problem}")
+    return dict(summary)
+
+
+def _problem_of(summary: object) -> str | None:
+    if not isinstance(summary, dict):
+        return "no object"
+    for name, kind in _SHAPE.items():
+        if not isinstance(summary.get(name, ...), kind):
+            return f"its field {name!r} is missing or of the wrong type"
+    claim = summary["claim"]
+    if claim is not None and not all(_is_number(claim.get(name)) for name in ("epsilon", "delta")):
+        return "its claim has no epsilon and delta"
+    if not all(_is_number(value) or value is None for value in summary["metrics"].values()):
+        return "its metrics are no numbers"
+    for epoch in summary["history"]:
+        if not isinstance(epoch, dict) or not _is_number(epoch.get("epoch")):
+            return "its history is no list of epochs"
+        values = [epoch.get(name) for name in _OF_AN_EPOCH]
+        if not all(_is_number(value) or value is None for value in values):
+            return "its history holds something that is no number"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

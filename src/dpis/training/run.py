@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dpis.accounting import Entry
+from dpis.accounting import Accountant, Cadence, CountSource, Entry, Release
 from dpis.errors import InputError
 from dpis.mechanism import (
+    AdaptiveClipping,
     Config,
+    Contribution,
     Journal,
     LedgerJournal,
     Mechanism,
     Method,
+    NormSum,
     Plan,
     Unprotected,
     make_plan,
@@ -22,10 +26,10 @@ from dpis.mechanism import (
 )
 from dpis.mechanism.mechanism import require_one_process
 from dpis.mechanism.plan import planned_count
+from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.randomness import Key
-from dpis.runs.checkpoint import load_checkpoint, save_checkpoint
 from dpis.runs.folder import FolderLock, RunFolder
-from dpis.runs.values import config_from_json, config_to_json, versions
+from dpis.runs.summary import versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class Run:
         folder = RunFolder(path)
         lock = folder.claim_new()
         try:
-            save_checkpoint(folder.checkpoint, _secret_state(key, config, options, None))
+            save_secret_state(folder.checkpoint, _secret_state(key, config, options, None))
             return cls(folder, lock, config, key, options, population, fresh=True)
         except Exception:
             folder.remove()
@@ -123,7 +127,7 @@ class Run:
         folder = RunFolder(path)
         lock = folder.claim()
         try:
-            state = load_checkpoint(folder.checkpoint)
+            state = load_secret_state(folder.checkpoint)
             key = Key(state["key"], state["seed"])
             config, options = config_from_json(state["config"]), RunOptions(**state["options"])
             training = state["training"]
@@ -139,7 +143,7 @@ class Run:
         self.key.require_home()
         self.training = training
         state = _secret_state(self.key, self.config, self.options, training)
-        save_checkpoint(self.folder.checkpoint, state)
+        save_secret_state(self.folder.checkpoint, state)
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model. Doing it twice changes nothing."""
@@ -191,3 +195,33 @@ def _secret_state(
         "options": {**asdict(options), "recipe": dict(options.recipe or {})},
         "training": training,
     }
+
+
+def config_to_json(config: Config) -> str:
+    """A config as text."""
+    values = asdict(config)
+    if values["headroom"] == float("inf"):
+        values["headroom"] = "inf"
+    return json.dumps(values)
+
+
+def config_from_json(text: str) -> Config:
+    """The config that `config_to_json` wrote."""
+    values = json.loads(text)
+    kappa, clipping = values["kappa"], values["clipping"]
+    values |= {
+        "method": Method(values["method"]),
+        "n_public_source": CountSource(values["n_public_source"]),
+        "contribution": Contribution(values["contribution"]),
+        "norm_sum": NormSum(values["norm_sum"]),
+        "accountant": Accountant(values["accountant"]),
+        "headroom": float(values["headroom"]),
+        "kappa": tuple(kappa) if isinstance(kappa, list) else kappa,
+        "clipping": None if clipping is None else AdaptiveClipping(**clipping),
+        "releases": tuple(
+            Release(r["label"], r["noise_multiplier"], Cadence(r["cadence"]))
+            for r in values["releases"]
+        ),
+    }
+    known = {field.name for field in fields(Config)}
+    return Config(**{name: value for name, value in values.items() if name in known})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,14 +22,13 @@ from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
 from dpis.mechanism import Terms
 from dpis.runs.folder import Replacement, write_whole
-from dpis.runs.summary import Summary
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import describe, loader_source, model_bytes
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
-from dpis.training.result import Diagnostics, Result
+from dpis.training.result import Diagnostics, Result, summary_of
 from dpis.training.resume_identity import identity_of, layers_asleep
 from dpis.training.run import Run
 from dpis.training.task import Task
@@ -390,16 +388,15 @@ class Trainer:
         diagnostics = None
         if self.run.options.diagnostics:
             diagnostics = Diagnostics(gradient_evaluations=progress.gradient_evaluations)
-        summary = Summary.of(
+        summary = summary_of(
             self.run,
             metrics=progress.metrics,
             history=progress.history,
             stopped_early=progress.stopped_early,
             model_sha256=sha256,
-            gradient_evaluations=None if diagnostics is None else diagnostics.gradient_evaluations,
+            diagnostics=diagnostics,
         )
-        text = json.dumps(summary.as_json(), indent=2, allow_nan=False) + "\n"
-        write_whole(folder.summary, text.encode())
+        summary.write(folder)
         if task.average is not None:
             task.average.put_into(task.model)  # the module is what was released
         return Result(

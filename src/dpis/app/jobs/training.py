@@ -37,9 +37,9 @@ from dpis.features.colours import Colours
 from dpis.features.views import View, other_views
 from dpis.generators import seeded_torch
 from dpis.mechanism import Config, Mechanism
+from dpis.mechanism.secret_state import load_secret_state
 from dpis.models.named import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
-from dpis.runs.checkpoint import load_checkpoint
 from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
 from dpis.training.api import OPTIMIZERS
@@ -71,7 +71,7 @@ def start_job(
 
 def resume_job(path: Path, reporter: Reporter, *, keep_checkpoint: bool = False) -> JobResult:
     """Go on with the interrupted job in that folder: everything is as it was asked for then."""
-    saved = load_checkpoint(RunFolder(path).checkpoint)
+    saved = load_secret_state(RunFolder(path).checkpoint)
     recipe = saved["options"]["recipe"]
     if "job" not in recipe:
         raise InputError(

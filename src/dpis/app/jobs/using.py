@@ -17,8 +17,8 @@ from dpis.errors import InputError
 from dpis.files.preprocessing import ArrayPreprocessing, TextPreprocessing
 from dpis.files.records import encode_evaluation, encode_features
 from dpis.models.named import ModelKind, model_kind
-from dpis.runs.finished import read_summary
 from dpis.runs.folder import RunFolder
+from dpis.runs.summary import read_summary
 from dpis.training.evaluation import HeldOut, evaluate, evaluating, metrics_of
 from dpis.training.model_file import ModelCard, build, load_card, load_weights
 

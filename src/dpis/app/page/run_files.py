@@ -9,8 +9,8 @@ from typing import Any
 
 from dpis.accounting import Verdict, verify_ledger
 from dpis.errors import BrokenLedgerError
-from dpis.runs.finished import read_summary
 from dpis.runs.folder import RunFolder
+from dpis.runs.summary import read_summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dpis.accounting import Mode, Unit
+from dpis.accounting import Mode
 from dpis.app.page import words
 from dpis.app.page.charts import Chart, Series, figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, facts, page, section
 from dpis.app.page.run_files import RunReport
+from dpis.runs.summary import PROTECTS
 
 
 def render_run(run: RunReport) -> str:
@@ -76,7 +77,7 @@ def _guarantee(run: RunReport) -> Iterator[Markup]:
         yield tag("p", words.NOT_PRIVATE)
         return
     header = run.verdict.ledger.header
-    whom = "one user with all of their rows" if header.unit is Unit.USER else "one record"
+    whom = PROTECTS[header.unit]
     yield tag("p", words.guarantee(header.claim.epsilon, header.claim.delta, whom))
     yield tag("h3", "Not covered")
     yield bullets(str(note) for note in run.summary["notes"])

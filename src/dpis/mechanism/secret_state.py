@@ -1,0 +1,34 @@
+"""The secret state of an unfinished run, tensors and all, in its checkpoint file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpis.runs.checkpoint import DamagedCheckpointError, read_checkpoint, write_checkpoint
+
+
+def save_secret_state(path: Path, state: dict[str, Any]) -> None:
+    """Replace the checkpoint by one that holds this state."""
+    buffer = io.BytesIO()  # torch has an error of its own for a full disk
+    torch.save(state, buffer)
+    write_checkpoint(path, buffer.getbuffer())
+
+
+def load_secret_state(path: Path) -> dict[str, Any]:
+    """The state that was saved last: tensors and plain values alone, nothing in the file is run.
+
+    Raises:
+        InputError: there is none, or it is not one of ours.
+    """
+    content = io.BytesIO(read_checkpoint(path))
+    try:
+        state = torch.load(content, map_location="cpu", weights_only=True)
+    except Exception:  # torch and pickle have many for bytes that are not theirs
+        raise DamagedCheckpointError(path) from None
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(path)
+    return state
