@@ -41,6 +41,20 @@ def filled_up(tensor: Tensor, *dims: int) -> Tensor:
     return functional.pad(tensor, amounts) if any(amounts) else tensor
 
 
+def cut(tensor: Tensor, dim: int, size: int, parts: int = 1) -> Tensor:
+    """Undo: the first ``size / parts`` of each of the parts that stand side by side in a dimension.
+
+    Example:
+        >>> cut(torch.tensor([1, 2, 0, 0, 3, 4, 0, 0]), 0, size=4, parts=2)
+        tensor([1, 2, 3, 4])
+    """
+    if tensor.shape[dim] == size:
+        return tensor
+    dim %= tensor.ndim
+    by_part = torch.unflatten(tensor, dim, (parts, -1)).narrow(dim + 1, 0, size // parts)
+    return by_part.flatten(dim, dim + 1)
+
+
 FEW = 16
 """Below so many columns float32 products go by a kernel that depends on alignment (on AVX2: below 12)."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor
 
 from dpis.gradients.rules.base import Call
-from dpis.gradients.rules.recurrent.cell import State
+from dpis.gradients.rules.recurrent.cells import State
 from dpis.gradients.rules.recurrent.steps import Timetable
 
 # The arguments of the functions, in torch's order; the last of them may be missing.
@@ -33,6 +33,7 @@ class Recurrence:
         timetable: which records are at work at each step.
         state: the first state, each part ``[layers * directions, records, features]``.
         layers: the weights, layer by layer and direction by direction.
+        one_step: whether a cell was called, not a sequence.
         dropout: the probability with which an entry between two layers is dropped.
         training: whether entries are dropped.
     """
@@ -42,6 +43,7 @@ class Recurrence:
     timetable: Timetable
     state: State
     layers: list[list[DirectionWeights]]
+    one_step: bool = False
     dropout: float = 0.0
     training: bool = False
 
@@ -49,10 +51,19 @@ class Recurrence:
         """The inputs as a sequence, steps in front."""
         return self.inputs if self.steps_dim is None else self.inputs.movedim(self.steps_dim, 0)
 
-    def like_inputs(self, sequence: Tensor) -> Tensor:
-        """A sequence in the layout and precision of the inputs."""
-        given = sequence.to(self.inputs.dtype)
-        return given if self.steps_dim is None else given.movedim(0, self.steps_dim)
+    def result(self, outputs: Tensor, final: State) -> Tensor | tuple[Tensor, ...]:
+        """What the called function would have returned, in the layout and precision of the inputs.
+
+        Args:
+            outputs: the hidden states of the last layer, as a sequence.
+            final: the final state of all layers.
+        """
+        state = tuple(part.to(self.inputs.dtype) for part in final)
+        if self.one_step:
+            state = tuple(part.squeeze(0) for part in state)
+            return state if len(state) > 1 else state[0]
+        given = outputs.to(self.inputs.dtype)
+        return given if self.steps_dim is None else given.movedim(0, self.steps_dim), *state
 
 
 def read_sequence(call: Call) -> Recurrence:
@@ -66,9 +77,7 @@ def read_sequence(call: Call) -> Recurrence:
         steps_dim = int(given["batch_first"])
         timetable = Timetable((inputs.shape[1 - steps_dim],) * inputs.shape[steps_dim])
     directions = 2 if given["bidirectional"] else 1
-    weights = list(
-        _directions(given["params"], given["has_biases"], given["num_layers"] * directions)
-    )
+    weights = _by_direction(given["params"], given["has_biases"], given["num_layers"] * directions)
     return Recurrence(
         inputs=inputs,
         steps_dim=steps_dim,
@@ -92,6 +101,7 @@ def read_cell(call: Call) -> Recurrence:
         timetable=Timetable((given["input"].shape[0],)),
         state=tuple(part.unsqueeze(0) for part in _state(given["hx"])),
         layers=[[weights]],
+        one_step=True,
     )
 
 
@@ -103,9 +113,9 @@ def _state(given: Tensor | tuple[Tensor, ...]) -> State:
     return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
-def _directions(
+def _by_direction(
     params: list[Tensor], has_biases: bool, directions: int
-) -> Iterator[DirectionWeights]:
+) -> list[DirectionWeights]:
     """Cut torch's flat list of weights: each direction of each layer has equally many."""
     roles: list[Role] = ["weight_ih", "weight_hh"]
     if has_biases:
@@ -113,5 +123,5 @@ def _directions(
     each = len(params) // directions
     if each > len(roles):
         roles.append("weight_hr")
-    for start in range(0, len(params), each):
-        yield dict(zip(roles, params[start : start + each], strict=True))
+    starts = range(0, len(params), each)
+    return [dict(zip(roles, params[i : i + each], strict=True)) for i in starts]

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dpis.gradients.rules.recurrent.cell import Cell, GateGrads, State, Trace, Weights
+from dpis.gradients.rules.recurrent.cells import Cell, CellTrace, GateGrads, State, Weights
 from dpis.gradients.rules.recurrent.steps import Block, Timetable
 
 # Blocks of 2 to 4 MB were the fastest of those tried (from one step to the whole sequence).
@@ -54,7 +54,7 @@ class LayerTrace:
 
     layer: Layer
     inputs: list[Tensor]
-    traces: list[Trace]
+    traces: list[CellTrace]
 
     @property
     def bytes(self) -> int:
@@ -128,14 +128,9 @@ def backward(
     for index in reversed(range(len(blocks))):
         active = blocks[index].active
         before = hidden[index - 1][-1] if index else first_hidden
-        gates.append(
-            layer.cell.backward(
-                trace.traces[index],
-                [before[:, :active], *hidden[index]],
-                _first(rest, active),
-                weights,
-            )
-        )
+        grads = [before[:, :active], *hidden[index]]
+        carry = _first(rest, active)
+        gates.append(layer.cell.backward(trace.traces[index], grads, carry, weights))
     gates.reverse()
     inputs = _input_grads([block.inputs for block in gates], layer) if with_inputs else None
     return LayerGrads(gates, hidden, inputs, (first_hidden, *rest))
@@ -144,10 +139,11 @@ def backward(
 def _input_grads(gates: list[Tensor], layer: Layer) -> Tensor:
     """``dx = dg W_ih`` at every step, summed over the directions."""
     weight = layer.weights.inputs.repeat(max(len(block) for block in gates), 1, 1)
-    grads = []
-    for block in gates:
-        flat = block.flatten(0, 1)
-        grads.append(torch.unflatten(torch.bmm(flat, weight[: len(flat)]), 0, block.shape[:2]))
+    flat = [block.flatten(0, 1) for block in gates]
+    grads = [
+        torch.unflatten(torch.bmm(grad, weight[: len(grad)]), 0, (-1, layer.directions))
+        for grad in flat
+    ]
     by_direction = _join_directions(grads, layer).unbind(-2)
     return by_direction[0] if layer.directions == 1 else by_direction[0] + by_direction[1]
 
@@ -166,14 +162,9 @@ def _add_final(hidden: list[Tensor], blocks: list[Block], final_grad: Tensor) ->
 
 def _split_directions(sequences: Sequence[Tensor], layer: Layer) -> list[Tensor]:
     """One sequence a direction, in the order that direction meets it, by block."""
+    take, both = layer.timetable.take, list(enumerate(sequences))
     return [
-        torch.stack(
-            [
-                layer.timetable.take(sequence, block, backwards=direction == 1)
-                for direction, sequence in enumerate(sequences)
-            ],
-            dim=1,
-        )
+        torch.stack([take(sequence, block, direction == 1) for direction, sequence in both], dim=1)
         for block in layer.blocks
     ]
 

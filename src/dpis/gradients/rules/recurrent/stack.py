@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from dpis.gradients.aligned import filled_up
+from dpis.gradients.aligned import cut, filled_up
+from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
-from dpis.gradients.rules.recurrent.cell import Cell, State, Weights
-from dpis.gradients.rules.recurrent.layer import Layer
-from dpis.gradients.rules.recurrent.link import run_linked
-from dpis.gradients.rules.recurrent.padding import cut, filled_gates
-from dpis.gradients.rules.recurrent.stand_in import Form, WatchedParameter, stand_in_for
+from dpis.gradients.rules.recurrent.cells import Cell, State, Weights
+from dpis.gradients.rules.recurrent.layer import Layer, LayerTrace
+from dpis.gradients.rules.recurrent.stand_in import Form, StandIn, WatchedParameter
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def run_stack(cell: Cell, recurrence: Recurrence, wants: Callable[[Tensor], bool
     runs: list[LayerRun] = []
     for index, weights in enumerate(recurrence.layers):
         if index:
-            sequence = F.dropout(sequence, recurrence.dropout, recurrence.training)
+            sequence = functional.dropout(sequence, recurrence.dropout, recurrence.training)
         layer = Layer(cell, _stack_directions(weights, cell.gates), recurrence.timetable)
         own = slice(index * len(weights), (index + 1) * len(weights))
         state = tuple(_precise(part[own]) for part in recurrence.state)
@@ -70,23 +71,18 @@ def _run_layer(
     wants: Callable[[Tensor], bool],
 ) -> LayerRun:
     asked = [
-        (role, parameter, stand_in_for(role, direction, layer, parameter))
+        (role, parameter, StandIn.for_parameter(role, direction, layer, parameter))
         for direction, own_weights in enumerate(weights)
         for role, parameter in own_weights.items()
         if wants(parameter)
     ]
     stand_ins = [(stand_in, stand_in.tensor(layer)) for _, _, stand_in in asked]
     wide_state = tuple(filled_up(part, -1) for part in state)
-    trace, outputs, final = run_linked(layer, filled_up(sequence, -1), wide_state, stand_ins)
-    watched = [
-        WatchedParameter(
-            parameter,
-            tensor,
-            layer.timetable,
-            inputs=stand_in.inputs(role, trace) if stand_in.form is Form.POSITIONS else None,
-        )
-        for (role, parameter, stand_in), (_, tensor) in zip(asked, stand_ins, strict=True)
-    ]
+    trace, outputs, final = _run_linked(layer, filled_up(sequence, -1), wide_state, stand_ins)
+    watched = []
+    for (role, parameter, stand_in), (_, tensor) in zip(asked, stand_ins, strict=True):
+        inputs = stand_in.inputs(role, trace) if stand_in.form is Form.POSITIONS else None
+        watched.append(WatchedParameter(parameter, tensor, layer.timetable, inputs))
     hidden_features = state[0].shape[-1] * layer.directions
     return LayerRun(
         outputs=cut(outputs, -1, hidden_features, parts=layer.directions),
@@ -96,19 +92,73 @@ def _run_layer(
     )
 
 
+def _run_linked(
+    layer: Layer, sequence: Tensor, state: State, stand_ins: Sequence[tuple[StandIn, Tensor]]
+) -> tuple[LayerTrace, Tensor, State]:
+    """``layer.forward``, with gradients that flow to ``sequence``, ``state`` and the stand-ins."""
+    with torch.no_grad():
+        trace, outputs, final = kernels.forward(layer, sequence, state)
+    collected = tuple(stand_in for stand_in, _ in stand_ins)
+    tensors = (tensor for _, tensor in stand_ins)
+    outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
+        trace, (outputs, *final), collected, sequence, *state, *tensors
+    )
+    return trace, outputs, tuple(linked_final)
+
+
+class _Link(torch.autograd.Function):
+    """Its forward pass hands on what was computed; its backward pass is ``layer.backward``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        trace: LayerTrace,
+        outputs: tuple[Tensor, ...],
+        stand_ins: tuple[StandIn, ...],
+        *_: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.trace, ctx.stand_ins = trace, stand_ins
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
+        trace: LayerTrace | None = ctx.trace
+        if trace is None:
+            raise RuntimeError("a recurrence can run backwards only once for each forward pass")
+        ctx.trace = None  # backward overwrites it
+        sequence_grad, *final_grads = output_grads
+        unseen = torch._C.DisableTorchFunction()  # a watch that looks at every step takes time
+        with unseen, torch.autocast(sequence_grad.device.type, enabled=False):
+            grads = kernels.backward(
+                trace, sequence_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
+            )
+            found = {stand_in: stand_in.gradient(trace, grads) for stand_in in set(ctx.stand_ins)}
+        told = [found[stand_in] for stand_in in ctx.stand_ins]
+        return None, None, None, grads.inputs, *grads.state, *told
+
+
 def _stack_directions(directions: list[DirectionWeights], gates: int) -> Weights:
-    """The weights of all directions side by side, filled up; a missing bias is zero."""
+    """The weights of all directions side by side, filled up (see aligned.py); a missing bias is zero.
+
+    Gates stand side by side in one dimension, and each is filled up by itself. A feature that is not
+    there has zeros for weights: its gates, its state and its gradients stay zero at every step.
+    """
     stacked = {
         role: torch.stack([_precise(weights[role].detach()) for weights in directions])
         for role in directions[0]
     }
     zero = stacked["weight_ih"].new_zeros(stacked["weight_ih"].shape[:2])
+
+    def filled(weight: Tensor, *dims: int) -> Tensor:
+        return filled_up(torch.unflatten(weight, 1, (gates, -1)), *dims).flatten(1, 2)
+
     projection = stacked.get("weight_hr")
     return Weights(
-        inputs=filled_gates(stacked["weight_ih"], gates, inputs=True),
-        hidden=filled_gates(stacked["weight_hh"], gates, inputs=True),
-        input_bias=filled_gates(stacked.get("bias_ih", zero), gates, inputs=False),
-        hidden_bias=filled_gates(stacked.get("bias_hh", zero), gates, inputs=False),
+        inputs=filled(stacked["weight_ih"], -1, -2),
+        hidden=filled(stacked["weight_hh"], -1, -2),
+        input_bias=filled(stacked.get("bias_ih", zero), -1),
+        hidden_bias=filled(stacked.get("bias_hh", zero), -1),
         projection=None if projection is None else filled_up(projection, -1, -2),
     )
 

@@ -8,28 +8,28 @@ pre-activations do. So autograd is handed stand-ins, tensors that enter the laye
 - otherwise an offset added to the pre-activations of every step of every record.
 
 Their values are of no interest: they are zeros that take no memory.
+
+A *block list* holds one tensor ``[steps, active, features]`` for every block, in the order of the
+steps. What is made of it has one row for each place of the batch in front; a step at which a record
+is no longer at work counts as zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from dpis.gradients.factors.dense import Dense
-from dpis.gradients.factors.factor import Factor
-from dpis.gradients.factors.outer import Outer
+from dpis.gradients.aligned import cut
+from dpis.gradients.factors import Dense, Factor, Outer
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.recurrent import collect
 from dpis.gradients.rules.recurrent.call import Role
 from dpis.gradients.rules.recurrent.layer import Layer, LayerGrads, LayerTrace
-from dpis.gradients.rules.recurrent.padding import cut
 from dpis.gradients.rules.recurrent.steps import Timetable
-
-# What a gradient is a gradient of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
-GradientOf = Literal["input gates", "hidden gates", "projection"]
 
 
 class Form(Enum):
@@ -47,16 +47,31 @@ class StandIn:
     Attributes:
         form: the form of its gradient.
         direction: 0, or 1 for the backward direction.
-        source: which gradients it collects.
+        of: what the gradients are gradients of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
         role: the weight they are multiplied out for, if they are contracted.
         shape: the shape of its gradient for one record.
     """
 
     form: Form
     direction: int
-    source: GradientOf
+    of: Literal["input gates", "hidden gates", "projection"]
     role: Role | None
     shape: tuple[int, ...]
+
+    @staticmethod
+    def for_parameter(role: Role, direction: int, layer: Layer, parameter: Tensor) -> StandIn:
+        """The stand-in that tells the gradients of one parameter."""
+        of_inputs = role in ("weight_ih", "bias_ih") or layer.cell.adds_gates
+        gates: Literal["input gates", "hidden gates"] = (
+            "input gates" if of_inputs else "hidden gates"
+        )
+        of = "projection" if role == "weight_hr" else gates
+        shape, timetable = tuple(parameter.shape), layer.timetable
+        if parameter.dim() == 1:
+            return StandIn(Form.SUMMED, direction, of, None, shape)
+        if is_contracted(timetable, parameter):
+            return StandIn(Form.CONTRACTED, direction, of, role, shape)
+        return StandIn(Form.POSITIONS, direction, of, None, (timetable.steps, shape[0]))
 
     def tensor(self, layer: Layer) -> Tensor:
         """The tensor autograd is handed."""
@@ -66,30 +81,30 @@ class StandIn:
     def gradient(self, trace: LayerTrace, grads: LayerGrads) -> Tensor:
         """The gradient of that tensor, one row for each place of the batch."""
         timetable = trace.layer.timetable
-        gates = 1 if self.source == "projection" else trace.layer.cell.gates
-        blocks = [block[:, self.direction] for block in _grads(self.source, grads)]
+        gates = 1 if self.of == "projection" else trace.layer.cell.gates
+        found = {
+            "projection": grads.hidden,
+            "input gates": [gates.inputs for gates in grads.gates],
+            "hidden gates": [gates.hidden for gates in grads.gates],
+        }
+        blocks = [block[:, self.direction] for block in found[self.of]]
         if self.form is Form.SUMMED:
-            return cut(collect.summed(timetable, blocks), 1, self.shape[0], gates)
+            return cut(_summed(timetable, blocks), 1, self.shape[0], gates)
         if self.form is Form.POSITIONS:
-            return cut(collect.positions(timetable, blocks), 2, self.shape[1], gates)
+            return cut(_positions(timetable, blocks), 2, self.shape[1], gates)
         assert self.role is not None
-        contracted = collect.contracted(blocks, self.inputs(self.role, trace))
+        contracted = _contracted(blocks, self.inputs(self.role, trace))
         return cut(cut(contracted, 2, self.shape[1]), 1, self.shape[0], gates)
 
     def inputs(self, role: Role, trace: LayerTrace) -> list[Tensor]:
         """What the weight of this role is multiplied with, block by block."""
-        return [block[:, self.direction] for block in _inputs(role, trace)]
-
-
-def stand_in_for(role: Role, direction: int, layer: Layer, parameter: Tensor) -> StandIn:
-    """The stand-in that tells the gradients of one parameter."""
-    source = _source(role, layer)
-    if parameter.dim() == 1:
-        return StandIn(Form.SUMMED, direction, source, None, tuple(parameter.shape))
-    if collect.is_contracted(layer.timetable, parameter):
-        return StandIn(Form.CONTRACTED, direction, source, role, tuple(parameter.shape))
-    shape = (layer.timetable.steps, parameter.shape[0])
-    return StandIn(Form.POSITIONS, direction, source, None, shape)
+        if role == "weight_ih":
+            blocks = trace.inputs
+        elif role == "weight_hh":
+            blocks = [block.hidden[:-1] for block in trace.traces]
+        else:
+            blocks = [block.unprojected for block in trace.traces]
+        return [block[:, self.direction] for block in blocks]
 
 
 @dataclass(frozen=True)
@@ -123,29 +138,44 @@ class WatchedParameter:
 
         if self.inputs is None:
             return Dense(by_record(grad))
-        inputs = collect.positions(self.timetable, self.inputs)
+        inputs = _positions(self.timetable, self.inputs)
         return Outer(by_record(cut(inputs, 2, self.parameter.shape[1])), by_record(grad))
 
 
-def _source(role: Role, layer: Layer) -> GradientOf:
-    if role == "weight_hr":
-        return "projection"
-    if role in ("weight_ih", "bias_ih") or layer.cell.adds_gates:
-        return "input gates"
-    return "hidden gates"
+def is_contracted(timetable: Timetable, weight: Tensor) -> bool:
+    """Whether a record's gradient of ``weight`` is smaller than the positions it is a sum over.
+
+    It is then also the cheaper way to its norm: ``steps·I·O`` products against ``steps²·(I + O)`` for
+    the Gram matrices. For a packed batch it is the only way: the steps of its longest record
+    change with the batch, and nothing but the number of records may change the shape of what is watched.
+    """
+    return timetable.packed or weight.numel() <= timetable.steps * sum(weight.shape)
 
 
-def _grads(source: GradientOf, grads: LayerGrads) -> list[Tensor]:
-    if source == "projection":
-        return grads.hidden
-    if source == "input gates":
-        return [gates.inputs for gates in grads.gates]
-    return [gates.hidden for gates in grads.gates]
+def _contracted(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """``Σ_t grads_t ⊗ inputs_t`` for every record, ``[records, O, I]``."""
+    pairs = zip(grads, inputs, strict=True)
+    products = ((left.permute(1, 2, 0), right.permute(1, 0, 2)) for left, right in pairs)
+    total = torch.bmm(*next(products))  # at the first step every record is at work
+    for left, right in products:
+        total[: len(left)].baddbmm_(left, right)
+    return total
 
 
-def _inputs(role: Role, trace: LayerTrace) -> list[Tensor]:
-    if role == "weight_ih":
-        return trace.inputs
-    if role == "weight_hh":
-        return [block.hidden[:-1] for block in trace.traces]
-    return [block.unprojected for block in trace.traces]
+def _summed(timetable: Timetable, grads: Sequence[Tensor]) -> Tensor:
+    """``Σ_t grads_t`` for every record, ``[records, O]``."""
+    total = grads[0].new_zeros(timetable.records, grads[0].shape[-1])
+    for block in grads:
+        total[: block.shape[1]] += block.sum(0)
+    return total
+
+
+def _positions(timetable: Timetable, blocks: Sequence[Tensor]) -> Tensor:
+    """Every step of every record, ``[records, steps, features]``."""
+    result = blocks[0].new_zeros(timetable.records, timetable.steps, blocks[0].shape[-1])
+    first = 0
+    for block in blocks:
+        steps, active, _ = block.shape
+        result[:active, first : first + steps] = block.transpose(0, 1)
+        first += steps
+    return result
