@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from dpis.gradients.factors.factor import Factor
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, Ran
 from dpis.gradients.rules.recurrent import RULES
+from dpis.gradients.rules.rule import Call, Ran
 
 FEATURES, HIDDEN = 3, 4
 

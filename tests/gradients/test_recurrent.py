@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dpis.gradients.factors import Dense, Outer
-from dpis.gradients.rules.base import Call
 from dpis.gradients.rules.recurrent import RULES
 from dpis.gradients.rules.recurrent import layer as kernels
+from dpis.gradients.rules.rule import Call
 from tests.gradients.recurrent_problems import (
     FEATURES,
     HIDDEN,

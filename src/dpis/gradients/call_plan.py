@@ -18,8 +18,8 @@ from dpis.gradients.evidence import (
     with_one_changed,
 )
 from dpis.gradients.layout import Growth, Layout, find_growth
-from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.general import General, arguments
+from dpis.gradients.rules.rule import Call, Rule, name_of
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 

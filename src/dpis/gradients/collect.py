@@ -13,8 +13,8 @@ from dpis.gradients.combine import Part, Place
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
 from dpis.gradients.ownership import refuse_gradients_of
-from dpis.gradients.rules.base import HALF, Call, ParameterFactor, name_of
 from dpis.gradients.rules.general import General
+from dpis.gradients.rules.rule import HALF, Call, ParameterFactor, name_of
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 

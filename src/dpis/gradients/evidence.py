@@ -12,7 +12,7 @@ from dpis import batches
 from dpis.batches import Batch
 from dpis.errors import CouplingError
 from dpis.gradients.layout import Growth
-from dpis.gradients.rules.base import name_of
+from dpis.gradients.rules.rule import name_of
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 

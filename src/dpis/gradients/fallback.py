@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpis import batches
 from dpis.batches import Batch
-from dpis.gradients.rules.base import HALF
+from dpis.gradients.rules.rule import HALF
 
 # Loss of one record, from the module, a batch of its rows alone, and which of them are present.
 RecordLoss = Callable[[nn.Module, Batch, Tensor | None], Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpis.errors import CouplingError
 from dpis.gradients.call_plan import Placed, Plan, layouts_of
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import name_of
+from dpis.gradients.rules.rule import name_of
 from dpis.gradients.watch import Use, Watch, names_in
 
 

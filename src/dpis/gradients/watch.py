@@ -18,9 +18,9 @@ from dpis.errors import CouplingError
 from dpis.gradients.aligned import as_aligned
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
-from dpis.gradients.rules.base import Call, Rule, name_of
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
+from dpis.gradients.rules.rule import Call, Rule, name_of
 
 # A call: its function, where its parameters come from, and how often that was seen before.
 Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]

@@ -27,8 +27,8 @@ from dpis.gradients.factors.phases import (
     worth_splitting,
 )
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call
 from dpis.gradients.rules.convolution import RULES
+from dpis.gradients.rules.rule import Call
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,

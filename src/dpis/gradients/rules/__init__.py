@@ -8,7 +8,7 @@ from dpis.gradients.rules import (
     normalization,
     recurrent,
 )
-from dpis.gradients.rules.base import RuleTable
+from dpis.gradients.rules.rule import RuleTable
 
 RULES: RuleTable = {
     **linear.RULES,

@@ -2,99 +2,51 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, ParameterFactor, Rule, RuleTable
+
+# ``g ⊙ ∂f/∂operand`` from ``g`` and both operands.
+Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+@dataclass(frozen=True)
 class Elementwise(Rule):
     """``y = f(left, right)``, element by element after broadcasting, one side a parameter.
 
     The gradient of the parameter is ``Σ g ⊙ ∂f``, summed over what was broadcast within a record.
+
+    Attributes:
+        to_left: the slope of the left operand.
+        to_right: that of the right one, which a function may scale by ``alpha`` beforehand.
     """
 
+    to_left: Slope
+    to_right: Slope
+
     def accepts(self, call: Call) -> bool:
-        """Two operands, of which exactly one is a parameter."""
-        left, right = self.operands(call)
-        return call.wants(left) != call.wants(right) and "out" not in call.kwargs
+        """Two operands, of which exactly one is a parameter. Rounding has no gradient."""
+        left, right = call.argument(0, "input"), call.argument(1, "other")
+        plain = "out" not in call.kwargs and call.kwargs.get("rounding_mode") is None
+        return plain and call.wants(left) != call.wants(right)
 
     def factors(
         self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
     ) -> Iterator[ParameterFactor]:
         """The slope times the output gradient, summed to the parameter's shape."""
-        left, right = self.operands(saved)
+        left, right = saved.argument(0, "input"), saved.argument(1, "other")
         if saved.wants(left):
-            yield left, unbroadcast(self.to_left(saved, grads[0]), left, layouts[0])
+            yield left, unbroadcast(self.to_left(grads[0], left, right), left, layouts[0])
         else:
-            yield right, unbroadcast(self.to_right(saved, grads[0]), right, layouts[0])
-
-    def operands(self, call: Call) -> tuple[Tensor, Tensor]:
-        """Left and right."""
-        return call.argument(0, "input"), call.argument(1, "other")
-
-    @abstractmethod
-    def to_left(self, call: Call, g: Tensor) -> Tensor:
-        """``g ⊙ ∂f/∂left``."""
-
-    @abstractmethod
-    def to_right(self, call: Call, g: Tensor) -> Tensor:
-        """``g ⊙ ∂f/∂right``."""
-
-
-class Add(Elementwise):
-    """``left + alpha right``."""
-
-    def to_left(self, call: Call, g: Tensor) -> Tensor:
-        """As it is."""
-        return g
-
-    def to_right(self, call: Call, g: Tensor) -> Tensor:
-        """Scaled by ``alpha``."""
-        alpha = call.kwargs.get("alpha", 1)
-        return g if alpha == 1 else g * alpha
-
-
-class Subtract(Add):
-    """``left - alpha right``."""
-
-    def to_right(self, call: Call, g: Tensor) -> Tensor:
-        """With the other sign."""
-        return -super().to_right(call, g)
-
-
-class Multiply(Elementwise):
-    """``left * right``."""
-
-    def to_left(self, call: Call, g: Tensor) -> Tensor:
-        """Times the other operand."""
-        return g * self.operands(call)[1]
-
-    def to_right(self, call: Call, g: Tensor) -> Tensor:
-        """Times the other operand."""
-        return g * self.operands(call)[0]
-
-
-class Divide(Elementwise):
-    """``left / right``."""
-
-    def accepts(self, call: Call) -> bool:
-        """True division alone: rounding has no gradient."""
-        return super().accepts(call) and call.kwargs.get("rounding_mode") is None
-
-    def to_left(self, call: Call, g: Tensor) -> Tensor:
-        """``g / right``."""
-        return g / self.operands(call)[1]
-
-    def to_right(self, call: Call, g: Tensor) -> Tensor:
-        """``-g left / right²``."""
-        left, right = self.operands(call)
-        return -g * left / right.square()
+            alpha = saved.kwargs.get("alpha", 1)
+            g = grads[0] if alpha == 1 else grads[0] * alpha
+            yield right, unbroadcast(self.to_right(g, left, right), right, layouts[0])
 
 
 class Spread(Rule):
@@ -127,14 +79,11 @@ class Repeat(Rule):
         shape = [1] * (grads[0].ndim - parameter.ndim) + list(parameter.shape)
         del shape[layouts[0].dim]
         rows = layouts[0].rows_first(grads[0])
-        tiled = [n for size in zip(rows.shape[1:], shape, strict=True) for n in _tiles(*size)]
+        sizes = zip(rows.shape[1:], shape, strict=True)
+        tiled = [number for size, tile in sizes for number in (size // tile, tile)]
         tiles = rows.reshape(rows.shape[0], *tiled)
         summed = tiles.sum(tuple(range(1, tiles.ndim, 2))) if tiled else tiles
         yield parameter, Dense(summed.reshape(rows.shape[0], *parameter.shape))
-
-
-def _tiles(size: int, tile: int) -> tuple[int, int]:
-    return size // tile, tile
 
 
 def unbroadcast(grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
@@ -151,11 +100,17 @@ def unbroadcast(grads: Tensor, parameter: Tensor, layout: Layout) -> Dense:
     return Dense(summed.reshape(rows.shape[0], *parameter.shape))
 
 
+ADD = Elementwise(lambda g, left, right: g, lambda g, left, right: g)
+SUBTRACT = Elementwise(lambda g, left, right: g, lambda g, left, right: -g)
+MULTIPLY = Elementwise(lambda g, left, right: g * right, lambda g, left, right: g * left)
+DIVIDE = Elementwise(
+    lambda g, left, right: g / right, lambda g, left, right: -g * left / right.square()
+)
 RULES: RuleTable = {
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__radd__), Add()),
-    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), Subtract()),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__rmul__), Multiply()),
-    **dict.fromkeys((torch.div, Tensor.div, torch.true_divide, Tensor.true_divide), Divide()),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__radd__), ADD),
+    **dict.fromkeys((torch.sub, Tensor.sub, Tensor.sub_), SUBTRACT),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__rmul__), MULTIPLY),
+    **dict.fromkeys((torch.div, Tensor.div, torch.true_divide, Tensor.true_divide), DIVIDE),
     Tensor.repeat: Repeat(),
     **dict.fromkeys(
         (Tensor.expand, Tensor.expand_as, torch.broadcast_to, Tensor.broadcast_to), Spread()

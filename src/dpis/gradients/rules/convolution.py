@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dpis.errors import CouplingError
+from dpis.gradients.factors import Dense
 from dpis.gradients.factors.correlation import convolution_factor
-from dpis.gradients.factors.dense import Dense
-from dpis.gradients.factors.geometry import Geometry, same_padding
+from dpis.gradients.factors.geometry import Geometry, Sizes, same_padding
 from dpis.gradients.factors.phases import Phases, channels_last, worth_splitting
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import HALF, Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import HALF, Call, ParameterFactor, Ran, Rule, RuleTable
 
 MANY_CHANNELS = 16
 """From so many on, data is worth turning channels last before its first convolution."""
@@ -54,16 +54,17 @@ class Convolution(Rule):
         if x.requires_grad or x.ndim != 4 or x.shape[1] < MANY_CHANNELS or not x.is_contiguous():
             return super().run(call)
         inputs, geometry = _geometry(call, tuple(weight.shape[2:]))
-        if (
-            call.wants(weight)
-            and _by_products(inputs, weight)
-            and worth_splitting(inputs, weight, geometry)
-        ):
+        split = call.wants(weight) and _by_products(inputs, weight)
+        if split and worth_splitting(inputs, weight, geometry):
             phases = Phases.of(inputs, geometry)
             result = phases.convolved(weight, call.argument(2, "bias"))
             kept = sum(values.nbytes for values in phases.values)
             return Ran(result, watched=(result,), saved=Phased(call, phases), bytes_inside=kept)
-        last = _with_input(call, channels_last(x))
+        last = (
+            replace(call, args=(channels_last(x), *call.args[1:]))
+            if call.args
+            else replace(call, kwargs={**call.kwargs, "input": channels_last(x)})
+        )
         result = call.function(*last.args, **last.kwargs).contiguous()
         return Ran(result, watched=(result,), saved=last)
 
@@ -96,39 +97,24 @@ def _by_products(inputs: Tensor, weight: Tensor) -> bool:
     return on_cpu and inputs.dtype == weight.dtype and inputs.dtype not in HALF
 
 
-def _with_input(call: Call, x: Tensor) -> Call:
-    if call.args:
-        return replace(call, args=(x, *call.args[1:]))
-    return replace(call, kwargs={**call.kwargs, "input": x})
-
-
-def _geometry(call: Call, kernel: tuple[int, ...]) -> tuple[Tensor, Geometry]:
+def _geometry(call: Call, kernel: Sizes) -> tuple[Tensor, Geometry]:
     """The inputs and where the kernel looks at them."""
+
+    def each(value: Any) -> Sizes:
+        values = (value,) if isinstance(value, int) else tuple(value)
+        return values * len(kernel) if len(values) == 1 else values
+
     inputs: Tensor = call.argument(0, "input")
-    stride = _each(call.argument(3, "stride", 1), kernel)
-    dilation = _each(call.argument(5, "dilation", 1), kernel)
+    stride = each(call.argument(3, "stride", 1))
+    dilation = each(call.argument(5, "dilation", 1))
     padding = call.argument(4, "padding", 0)
     if padding == "same":
         inputs, padding = same_padding(inputs, kernel, dilation)
-    elif padding == "valid":
-        padding = 0
+    padding = each(0 if padding == "valid" else padding)
+    groups = call.argument(6, "groups", 1)
     return inputs, Geometry(
-        kernel=kernel,
-        stride=stride,
-        padding=_each(padding, kernel),
-        dilation=dilation,
-        groups=call.argument(6, "groups", 1),
+        kernel=kernel, stride=stride, padding=padding, dilation=dilation, groups=groups
     )
 
 
-def _each(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """One number for each spatial dimension."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * len(kernel) if len(values) == 1 else values
-
-
-RULES: RuleTable = {
-    torch.conv1d: Convolution(),
-    torch.conv2d: Convolution(),
-    torch.conv3d: Convolution(),
-}
+RULES: RuleTable = dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d), Convolution())

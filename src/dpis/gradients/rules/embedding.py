@@ -12,7 +12,7 @@ from torch.nn import functional
 from dpis.errors import CouplingError
 from dpis.gradients.factors import Lookup
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
 
 
 class Table(Rule):
@@ -76,8 +76,8 @@ class EmbeddingBag(Table):
         offsets = saved.argument(2, "offsets")
         if offsets is not None:
             last_included = saved.argument(9, "include_last_offset", False)
-            bags = offsets[:-1] if last_included else offsets
-            indices, shares = _padded_bags(indices, shares, bags)
+            offsets = offsets[:-1] if last_included else offsets
+            indices, shares = _padded_bags(indices, shares, offsets)
         if saved.argument(6, "mode", "mean") == "mean":
             shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
         entries = shares[:, :, None] * grads[0][:, None, :]

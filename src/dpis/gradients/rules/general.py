@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule
+from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,17 @@ class General(Rule):
         """Explicit gradients, by ``vmap`` over the records."""
         leaves, spec = tree_flatten((saved.args, saved.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        wanted = _distinct(saved.parameters)
+        wanted = list({id(tensor): tensor for tensor in saved.parameters}.values())
         out_dim = layouts[0].dim
 
         def gradients_of_one(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             def function(*parameters: Tensor) -> Any:
                 known = {id(old): new for old, new in zip(wanted, parameters, strict=True)}
-                given = iter(
-                    known[id(old)] if id(old) in known else _as_batch(new, dim)
-                    for old, new, dim in zip(tensors, inputs, self.rows_of, strict=True)
+                batches = (
+                    new if dim is None else new.unsqueeze(dim)
+                    for new, dim in zip(inputs, self.rows_of, strict=True)
                 )
+                given = (known.get(id(old), new) for old, new in zip(tensors, batches, strict=True))
                 filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(filled, spec)
                 return saved.function(*args, **kwargs)
@@ -62,7 +63,7 @@ class General(Rule):
         detached = [tensor.detach() for tensor in tensors]
         with warnings.catch_warnings():  # we say ourselves, once, that this way is slow
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            explicit = every_record(grads[0].to(_dtype_of(saved)), *detached)
+            explicit = every_record(grads[0].to(wanted[0].dtype), *detached)
         yield from ((p, Dense(gradients)) for p, gradients in zip(wanted, explicit, strict=True))
 
 
@@ -70,15 +71,3 @@ def arguments(call: Call) -> list[Tensor]:
     """All tensors among the arguments, in the order of ``General.rows_of``."""
     leaves, _ = tree_flatten((call.args, call.kwargs))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _as_batch(tensor: Tensor, dim: int | None) -> Tensor:
-    return tensor if dim is None else tensor.unsqueeze(dim)
-
-
-def _dtype_of(call: Call) -> torch.dtype:
-    return call.parameters[0].dtype

@@ -11,7 +11,7 @@ from torch.nn import functional
 from dpis.gradients import aligned
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
 
 
 class Linear(Rule):

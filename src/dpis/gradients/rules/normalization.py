@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional
 
-from dpis.errors import CouplingError
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, ParameterFactor, Rule, RuleTable
 
 
 class Affine(Rule):
@@ -19,6 +19,11 @@ class Affine(Rule):
 
     The normalised input ``x̂`` is computed again: that is cheaper than keeping it.
     """
+
+    scale_at: ClassVar[int]
+    """The place of the scale among the arguments."""
+    shift_at: ClassVar[int | None]
+    """That of the shift; None: it has none."""
 
     def accepts(self, call: Call) -> bool:
         """The input is not itself a parameter."""
@@ -28,15 +33,12 @@ class Affine(Rule):
         self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
     ) -> Iterator[ParameterFactor]:
         """Both gradients, one record at a time."""
-        scale, shift = self.affine(saved)
-        if scale is not None and saved.wants(scale):
+        scale = saved.argument(self.scale_at, "weight")
+        shift = None if self.shift_at is None else saved.argument(self.shift_at, "bias")
+        if saved.wants(scale):
             yield scale, self.summed(grads[0] * self.normalised(saved), scale, layouts[0])
         if shift is not None and saved.wants(shift):
             yield shift, self.summed(grads[0], shift, layouts[0])
-
-    @abstractmethod
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """The scale and the shift among the arguments."""
 
     @abstractmethod
     def normalised(self, call: Call) -> Tensor:
@@ -69,9 +71,7 @@ class Channels(Affine):
 class LayerNorm(LastDimensions):
     """Normalised over the last dimensions."""
 
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and shift."""
-        return call.argument(2, "weight"), call.argument(3, "bias")
+    scale_at, shift_at = 2, 3
 
     def normalised(self, call: Call) -> Tensor:
         """Centred, and divided by the standard deviation."""
@@ -82,9 +82,7 @@ class LayerNorm(LastDimensions):
 class RMSNorm(LastDimensions):
     """Divided by the root mean square over the last dimensions."""
 
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """A scale alone."""
-        return call.argument(2, "weight"), None
+    scale_at, shift_at = 2, None
 
     def normalised(self, call: Call) -> Tensor:
         """Divided by the root mean square."""
@@ -95,9 +93,7 @@ class RMSNorm(LastDimensions):
 class GroupNorm(Channels):
     """Normalised over groups of channels and all positions of a record."""
 
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and shift."""
-        return call.argument(2, "weight"), call.argument(3, "bias")
+    scale_at, shift_at = 2, 3
 
     def normalised(self, call: Call) -> Tensor:
         """Each group centred, and divided by its standard deviation."""
@@ -108,9 +104,7 @@ class GroupNorm(Channels):
 class InstanceNorm(Channels):
     """Each channel of a record normalised by itself (or, in evaluation, by fixed statistics)."""
 
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and shift."""
-        return call.argument(3, "weight"), call.argument(4, "bias")
+    scale_at, shift_at = 3, 4
 
     def normalised(self, call: Call) -> Tensor:
         """Each channel centred, and divided by its standard deviation."""
@@ -121,21 +115,9 @@ class InstanceNorm(Channels):
 
 
 class FrozenBatchNorm(Channels):
-    """Batch normalisation by fixed statistics (evaluation mode); by those of the batch: refused."""
+    """Batch normalisation by fixed statistics (evaluation mode); the watch refuses those of the batch."""
 
-    def run(self, call: Call) -> Ran:
-        """Refuse statistics of the batch."""
-        if call.argument(5, "training", False):
-            raise CouplingError(
-                "Batch normalisation in training mode was required to be absent and was found: it "
-                "uses statistics of the whole batch, so records couple and the privacy guarantee "
-                "does not hold. Call dpis.fix(module), or put the layer in evaluation mode."
-            )
-        return super().run(call)
-
-    def affine(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and shift."""
-        return call.argument(3, "weight"), call.argument(4, "bias")
+    scale_at, shift_at = 3, 4
 
     def normalised(self, call: Call) -> Tensor:
         """Centred and divided by the fixed statistics."""

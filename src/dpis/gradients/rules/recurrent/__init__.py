@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.base import Call, ParameterFactor, Ran, Rule, RuleTable
 from dpis.gradients.rules.recurrent.call import Recurrence, read_cell, read_sequence
 from dpis.gradients.rules.recurrent.cells import Cell, ElmanCell, GruCell, LstmCell
 from dpis.gradients.rules.recurrent.stack import run_stack
 from dpis.gradients.rules.recurrent.stand_in import WatchedParameter
+from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
 
 # The parameters, and where each record stands in a packed batch that was sorted.
 Saved = tuple[list[WatchedParameter], Tensor | None]

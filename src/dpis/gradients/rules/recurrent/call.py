@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from dpis.gradients.rules.base import Call
 from dpis.gradients.rules.recurrent.cells import State
 from dpis.gradients.rules.recurrent.steps import Timetable
+from dpis.gradients.rules.rule import Call
 
 # The arguments of the functions, in torch's order; the last of them may be missing.
 _OPTIONS = ("params", "has_biases", "num_layers", "dropout", "train", "bidirectional")

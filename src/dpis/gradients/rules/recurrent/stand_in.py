@@ -31,6 +31,9 @@ from dpis.gradients.rules.recurrent.call import Role
 from dpis.gradients.rules.recurrent.layer import Layer, LayerGrads, LayerTrace
 from dpis.gradients.rules.recurrent.steps import Timetable
 
+# x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
+Target = Literal["input gates", "hidden gates", "projection"]
+
 
 class Form(Enum):
     """The three forms in which gradients leave the backward pass."""
@@ -47,25 +50,25 @@ class StandIn:
     Attributes:
         form: the form of its gradient.
         direction: 0, or 1 for the backward direction.
-        of: what the gradients are gradients of: x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
+        of: what the gradients are gradients of.
         role: the weight they are multiplied out for, if they are contracted.
         shape: the shape of its gradient for one record.
     """
 
     form: Form
     direction: int
-    of: Literal["input gates", "hidden gates", "projection"]
+    of: Target
     role: Role | None
     shape: tuple[int, ...]
 
     @staticmethod
     def for_parameter(role: Role, direction: int, layer: Layer, parameter: Tensor) -> StandIn:
         """The stand-in that tells the gradients of one parameter."""
-        of_inputs = role in ("weight_ih", "bias_ih") or layer.cell.adds_gates
-        gates: Literal["input gates", "hidden gates"] = (
-            "input gates" if of_inputs else "hidden gates"
-        )
-        of = "projection" if role == "weight_hr" else gates
+        of: Target = "hidden gates"
+        if role == "weight_hr":
+            of = "projection"
+        elif role in ("weight_ih", "bias_ih") or layer.cell.adds_gates:
+            of = "input gates"
         shape, timetable = tuple(parameter.shape), layer.timetable
         if parameter.dim() == 1:
             return StandIn(Form.SUMMED, direction, of, None, shape)
@@ -84,8 +87,8 @@ class StandIn:
         gates = 1 if self.of == "projection" else trace.layer.cell.gates
         found = {
             "projection": grads.hidden,
-            "input gates": [gates.inputs for gates in grads.gates],
-            "hidden gates": [gates.hidden for gates in grads.gates],
+            "input gates": [block.inputs for block in grads.gates],
+            "hidden gates": [block.hidden for block in grads.gates],
         }
         blocks = [block[:, self.direction] for block in found[self.of]]
         if self.form is Form.SUMMED:

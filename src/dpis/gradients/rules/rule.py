@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpis.gradients.factors.factor import Factor
+from dpis.gradients.factors import Factor
 from dpis.gradients.layout import Layout
 
 HALF = (torch.bfloat16, torch.float16)
@@ -54,12 +54,12 @@ class Call:
     def in_full_precision(self) -> Call:
         """The same call with half-precision arguments in float32 (parameters stay themselves)."""
 
-        def widen(argument: Any) -> Any:
-            half = isinstance(argument, Tensor) and argument.dtype in HALF
-            return argument.float() if half and not self.wants(argument) else argument
+        def wide(argument: Any) -> Any:
+            known = not isinstance(argument, Tensor) or self.wants(argument)
+            return argument if known else widened(argument)
 
-        kwargs = {name: widen(argument) for name, argument in self.kwargs.items()}
-        return replace(self, args=tuple(map(widen, self.args)), kwargs=kwargs)
+        kwargs = {name: wide(argument) for name, argument in self.kwargs.items()}
+        return replace(self, args=tuple(map(wide, self.args)), kwargs=kwargs)
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,11 @@ class Rule(ABC):
 
 
 RuleTable = dict[Callable[..., Any], Rule]
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor in float32 if it is in half precision."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def name_of(function: Callable[..., Any]) -> str:
