@@ -29,7 +29,7 @@ from dpis.accounting import (
 from dpis.accounting.adaptive import count_noise_multiplier
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.renyi import renyi_budget, renyi_divergence
-from dpis.accounting.verify import COUNT
+from dpis.accounting.workload import COUNT
 from dpis.errors import InputError
 from reproduction.rows import Row, clips_adaptively, option
 

@@ -17,8 +17,8 @@ from dpis.accounting import (
     next_grad_noise,
     plan_adaptive,
 )
-from dpis.accounting.adaptive import NORM_SUM
 from dpis.accounting.renyi import conversion_offset, renyi_divergence
+from dpis.accounting.workload import NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
 
 DELTA = 1e-5

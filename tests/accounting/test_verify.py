@@ -23,7 +23,7 @@ from dpis.accounting import (
     plan_predeclared,
     verify_ledger,
 )
-from dpis.accounting import verify as verify_module
+from dpis.accounting import verification as verify_module
 from dpis.accounting.ledger import CHAIN_ROOT, Entry, encode_line, entry_body, header_body
 from dpis.errors import BrokenLedgerError
 

@@ -138,7 +138,7 @@ def law_a_count_from_the_data_is_public() -> None:
             read = private(n_public=None, **asked)
         for loop, adjacency in ((given, Adjacency.ADD_REMOVE), (read, Adjacency.ZERO_OUT)):
             plan = loop.session.mechanism.plan
-            assert plan.accounting.adjacency is adjacency
+            assert plan.privacy.adjacency is adjacency
             header = plan.header(versions={}, seeded=True, diagnostics=False)
             assert header.adjacency is adjacency
             assert header.n_public == RECORDS

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from dpis.dropin.accountant import EventCounter
 from dpis.errors import BudgetExceededError
+from dpis.mechanism import EventCounter
 from dpis.mechanism import mechanism as mechanism_module
 from dpis.randomness import Key, Stream
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from dpis.accounting import AdaptivePlan, Gaussian, PoissonGaussian
-from dpis.accounting.adaptive import NORM_SUM
-from dpis.accounting.workload import GRADIENT
+from dpis.accounting import Gaussian, PoissonGaussian
+from dpis.accounting.workload import GRADIENT, NORM_SUM
 from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
 from dpis.randomness import Key
 
@@ -205,10 +204,10 @@ def law_every_event_is_charged_in_its_order() -> None:
     ):
         system = Small(c, rows(*NORMS), Key.from_seed(4), gradients=PlainSums(3))
         system.run()
-        runs = plan_of(c).accounting.runs
+        runs = plan_of(c).privacy.runs
         planned = [(run.label, run.event) for run in runs for _ in range(run.count)]
         found = [(entry.label, entry.event) for entry in system.journal.entries]
-        if isinstance(plan_of(c).accounting, AdaptivePlan):  # steps are solved as they come
+        if plan_of(c).privacy.adapts:  # steps are solved as they come
             planned = [(label, kind(label, event)) for label, event in planned]
             found = [(label, kind(label, event)) for label, event in found]
         assert found == planned

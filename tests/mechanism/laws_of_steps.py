@@ -122,7 +122,7 @@ def law_the_scale_of_noise(drawn: int = 3) -> None:
     system = Small(c, torch.zeros(5, width).double(), Key.from_seed(8), gradients=PlainSums(width))
     terms = system.begin()
     noise = system.step(range(drawn)) / (terms.clip_norm / terms.equivalent_batch)
-    std = APPLIED * plan_of(c).accounting.noise_multipliers[0]
+    std = APPLIED * plan_of(c).privacy.noise_multipliers[0]
     tail = stats.chi2(width).cdf(float((noise / std).square().sum()))
     assert FALSE_ALARM / 2 < tail < 1 - FALSE_ALARM / 2
     score = float(noise.sum()) / (std * math.sqrt(width))

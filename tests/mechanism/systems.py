@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpis import randomness
 from dpis.accounting import Accountant, Entry, Guard
 from dpis.gradients import RecordGradients
-from dpis.mechanism import Config, Contribution, Mechanism, Method, Unprotected, make_plan
+from dpis.mechanism import Config, Contribution, EventCounter, Mechanism, Method, make_plan
 from dpis.mechanism import mechanism as module
 from dpis.randomness import KEY_BYTES, Key
 from dpis.sampling import Draw
@@ -85,19 +85,19 @@ def rigged(noise: float, accept: Sequence[float] | float | None = None, seed: in
 # ── journals ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Listener(Unprotected):
+class Listener(EventCounter):
     """Writes nothing, asks the guard if there is one, and remembers what came when."""
 
     def __init__(self, guard: Guard | None = None) -> None:
-        super().__init__()
-        self.guard = guard
+        super().__init__(guard)
         self.log: list[Entry | str] = []
 
     def spend(self, entries: Sequence[Entry]) -> None:
-        for entry in entries if self.guard is not None else ():
-            self.guard.admit(entry.event)
         super().spend(entries)
         self.log += entries
+
+    def go_to(self, position: int) -> None:
+        """Anywhere: a listener that is new does not know what was spent before."""
 
     @property
     def entries(self) -> list[Entry]:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from dpis.accounting import NormSumBounds
+from dpis.accounting import NormSumBounds, adaptive
 from dpis.errors import DpisError
 from dpis.mechanism import AdaptiveClipping, Mechanism
-from dpis.mechanism import epoch_terms as terms_module
 from dpis.mechanism import mechanism as module
 from dpis.mechanism.contribution import contribution_weights
 from dpis.noise import add_noise
@@ -147,8 +146,8 @@ def charges_afterwards(self, entries):
 
 
 def norm_sum_every_step(self):
-    if self.steps_left and self.plan.accounting.releases:
-        event = self.plan.accounting.releases[-1]
+    if self.steps_left and self.plan.privacy.releases:
+        event = self.plan.privacy.releases[-1]
         self._spend([module.Entry(event.label, event.event)])
     return DRAW_AHEAD(self)
 
@@ -159,7 +158,7 @@ def steps_by_the_population(self, norms_of_all):
     return terms
 
 
-def reserves_nothing(plan, *, epoch, _real=terms_module.next_grad_noise, **given):
+def reserves_nothing(plan, *, epoch, _real=adaptive.next_grad_noise, **given):
     """Every epoch spends as if it were the last."""
     return _real(plan, epoch=plan.workload.epochs, **given)
 
@@ -275,7 +274,7 @@ PLANTS = [
     Plant("19 nothing is added for rounding", module, "APPLIED_NOISE", 1.0, steps.law_the_applied_noise),
     Plant("21 events are charged afterwards", Mechanism, "_spend", charges_afterwards,
           releases.law_events_come_before_their_outputs),
-    Plant("filter: later epochs are not reserved for", terms_module, "next_grad_noise", reserves_nothing,
+    Plant("filter: later epochs are not reserved for", adaptive, "next_grad_noise", reserves_nothing,
           releases.law_released_norm_sums_stay_in_their_bounds),
     Plant("noise: two thirds", module, "add_noise", noise_times(2 / 3), steps.law_the_scale_of_noise),
     Plant("noise: three halves", module, "add_noise", noise_times(3 / 2), steps.law_the_scale_of_noise),

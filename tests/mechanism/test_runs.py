@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpis.accounting import CountSource, Entry, Gaussian, Mode, Release, read_ledger, verify_ledger
-from dpis.accounting.verify import COUNT
+from dpis.accounting.workload import COUNT
 from dpis.errors import BudgetExceededError, InputError
 from dpis.mechanism import (
     Config,
@@ -241,8 +241,8 @@ def test_a_released_count_stays_near_the_declared_one(noise: float) -> None:
         mechanism = Small(c, rows(0.2, 0.2), rigged(noise)).mechanism
         plan = plan_with_count(plan_of(c), mechanism.release_count())
         assert 50 <= plan.workload.n_public <= 200
-        assert plan.accounting.order == plan_of(c).accounting.order
-        assert plan.accounting.releases[0] == plan_of(c).accounting.releases[0]
+        assert plan.privacy.order == plan_of(c).privacy.order
+        assert plan.privacy.releases[0] == plan_of(c).privacy.releases[0]
         if math.isnan(noise):
             assert plan.workload.n_public == 100
 

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from dpis.mechanism import Config, Method, make_plan
-from dpis.mechanism.epoch_terms import adaptive_terms
 
 
 @pytest.mark.parametrize(("n_public", "batch_size"), [(1989, 7), (999, 21), (60_000, 512)])
@@ -22,5 +21,5 @@ def test_every_norm_sum_gives_terms_also_at_the_largest_rate(n_public, batch_siz
         pi_cap=1.0,
     )
     for clip_norm in (0.1, 0.7, 1.3):
-        terms = adaptive_terms(make_plan(config), 1, clip_norm, norm_sum, {})
+        terms = make_plan(config).privacy.terms(1, clip_norm, norm_sum, {})
         assert batch_size / n_public <= terms.sampling_rate <= 1

@@ -15,7 +15,7 @@ from dpis.accounting.adaptive import (
 )
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
-from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter
+from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter, Unguarded
 from dpis.accounting.ledger import (
     CountSource,
     Entry,
@@ -27,9 +27,10 @@ from dpis.accounting.ledger import (
     read_ledger,
 )
 from dpis.accounting.ledger_writer import LedgerWriter
+from dpis.accounting.plans import NoPrivacy, OpenEndedPlan, PrivacyPlan, Terms
 from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared
 from dpis.accounting.schedule import exponential_decay, kappa_schedule
-from dpis.accounting.verify import Verdict, verify_ledger
+from dpis.accounting.verification import Verdict, verify_ledger
 from dpis.accounting.workload import Cadence, PlannedRun, Release, Workload
 
 __all__ = [
@@ -48,14 +49,19 @@ __all__ = [
     "Ledger",
     "LedgerWriter",
     "Mode",
+    "NoPrivacy",
     "NormSumBounds",
     "Norms",
+    "OpenEndedPlan",
     "PlannedRun",
     "PlannedSequence",
     "PoissonGaussian",
     "PredeclaredPlan",
+    "PrivacyPlan",
     "Release",
     "RenyiFilter",
+    "Terms",
+    "Unguarded",
     "Unit",
     "Verdict",
     "Workload",

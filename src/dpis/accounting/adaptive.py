@@ -7,15 +7,20 @@ data-dependent scalar an event, the rest of the run reserved before an epoch may
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dpis import defaults
+from dpis.accounting.accountants import Accountant
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
-from dpis.accounting.events import PoissonGaussian
+from dpis.accounting.events import Composition, Event, PoissonGaussian
+from dpis.accounting.filter import Guard, RenyiFilter
+from dpis.accounting.ledger import CountSource, Header, Mode
+from dpis.accounting.plans import BudgetedPlan, Terms
 from dpis.accounting.renyi import (
     INTEGER_ORDERS,
+    best_order,
     composed_divergence,
     conversion_offset,
     renyi_budget,
@@ -23,17 +28,13 @@ from dpis.accounting.renyi import (
 )
 from dpis.accounting.workload import (
     GRADIENT,
+    NORM_SUM,
     Cadence,
-    PlannedRun,
     Release,
     Workload,
-    planned_runs,
     releases_over_run,
 )
 from dpis.errors import BudgetExceededError, InputError
-
-NORM_SUM = "norm-sum"
-"""The ledger's label of a released norm sum K'."""
 
 NORM_SUM_SHARE = 0.02
 LEAST_COUNT_NOISE = 20.0
@@ -73,30 +74,105 @@ class NormSumBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptivePlan:
+class AdaptivePlan(BudgetedPlan):
     """What is fixed before an adaptive run: the filter's terms, every release, and the kappa = 1 schedule."""
 
-    budget: Budget
-    adjacency: Adjacency
-    workload: Workload
-    """With kappa = 1 throughout."""
     order: int
     """``α``, the one Renyi order of the filter."""
     rho_budget: float
     """``ε - off(α)``: what the run may spend at that order."""
     a_e: float
-    releases: tuple[Release, ...]
-    """The norm sums and whatever else is released beside the gradients."""
+    pi_cap: float
+    """The largest inclusion probability that a released norm sum may lead to."""
     norm_noise_multiplier: float
     """``σ_K``."""
     noise_multiplier: float
     """``z`` of every epoch if every kappa were 1; then ``z = σ_G``."""
 
+    def guard(self) -> Guard:
+        """The filter at its one order."""
+        return RenyiFilter(self.budget, self.order)
+
+    def header(self, n_public_source: CountSource) -> Header:
+        """With the filter's order."""
+        return Header(
+            claim=self.budget,
+            adjacency=self.adjacency,
+            n_public=self.workload.n_public,
+            n_public_source=n_public_source,
+            mode=Mode.ADAPTIVE,
+            filter_order=self.order,
+        )
+
+    def epsilon_of(self, spent: Composition, delta: float) -> float:
+        """The claim: a smaller number, computed from noise that was chosen on the way, would not be sound."""
+        if delta < self.budget.delta:
+            raise InputError(
+                f"the adaptive mode claims epsilon at delta = {self.budget.delta:g} or larger, found {delta:g}"
+            )
+        return self.budget.epsilon
+
     @property
-    def runs(self) -> tuple[PlannedRun, ...]:
-        """Every event of the kappa = 1 run, in its order."""
-        z = (self.noise_multiplier,) * self.workload.epochs
-        return tuple(planned_runs(self.workload, z, self.releases))
+    def accountant(self) -> Accountant:
+        """The filter adds up Renyi divergences."""
+        return Accountant.RDP
+
+    @property
+    def epsilon(self) -> float:
+        """Of the run with every kappa 1, at the filter's order."""
+        return best_order(self.composition, self.budget.delta, [self.order])[0]
+
+    @property
+    def filter_facts(self) -> dict[str, float]:
+        """In the words of `dpis plan --json`."""
+        return {
+            "a_e": self.a_e,
+            "alpha": self.order,
+            "rho_budget": self.rho_budget,
+            "norm_noise_multiplier": self.norm_noise_multiplier,
+        }
+
+    @property
+    def adapts(self) -> bool:
+        """Every epoch anew."""
+        return True
+
+    @property
+    def planned_noise(self) -> tuple[float, ...]:
+        """If every kappa were 1."""
+        return (self.noise_multiplier,) * self.workload.epochs
+
+    @property
+    def largest_batch(self) -> float:
+        """As far as ``pi_cap`` lets it grow."""
+        return self.pi_cap * self.workload.n_public
+
+    def terms(
+        self, epoch: int, clip_norm: float, norm_sum: float | None, spent: Mapping[Event, int]
+    ) -> Terms:
+        """Solved from the noisy norm sum and from what was spent before."""
+        assert norm_sum is not None
+        self.require_epoch(epoch)
+        workload = self.workload
+        bounds = NormSumBounds.create(
+            n_public=workload.n_public,
+            batch_size=workload.batch_size,
+            clip_norm=clip_norm,
+            pi_cap=self.pi_cap,
+        )
+        # The division may lose a last bit, at either end.
+        kappa = min(max(bounds.clip(norm_sum) / bounds.highest, self.smallest_kappa), 1.0)
+        cost = math.fsum(n * renyi_divergence(event, self.order) for event, n in spent.items())
+        sigma_G = next_grad_noise(self, epoch=epoch, kappa=kappa, spent=cost)
+        step = adaptive_step(workload, sigma_G, kappa)
+        return Terms(
+            epoch=epoch,
+            sampling_rate=step.sampling_rate,
+            noise_multiplier=step.noise_multiplier,
+            clip_norm=clip_norm,
+            kappa=kappa,
+            equivalent_batch=step.sampling_rate * workload.n_public,
+        )
 
     @property
     def first_phase(self) -> int:
@@ -162,6 +238,7 @@ def plan_adaptive(
         order=order,
         rho_budget=renyi_budget(budget, order),
         a_e=a_e,
+        pi_cap=pi_cap,
         releases=(*releases, *norm_releases),
         norm_noise_multiplier=sigma_k,
         noise_multiplier=z,

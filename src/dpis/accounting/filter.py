@@ -1,7 +1,7 @@
 """Guards that admit or refuse an event before it is released.
 
-A guard is asked before every event; what it refuses must not run. Two guards exist, one for each mode:
-`PlannedSequence` follows a predeclared plan, `RenyiFilter` lets noise and rates depend on what was released.
+A guard is asked before every event; what it refuses must not run. `PlannedSequence` follows a predeclared plan,
+`RenyiFilter` lets noise and rates depend on what was released, `Unguarded` is for runs that claim nothing beforehand.
 """
 
 from __future__ import annotations
@@ -30,6 +30,18 @@ class Guard(ABC):
     @abstractmethod
     def fraction_spent(self) -> float:
         """How much of the budget is used, from 0 to 1. Depends on public and released values alone."""
+
+
+class Unguarded(Guard):
+    """Admits whatever comes: nothing was claimed that could be broken."""
+
+    def admit(self, event: Event) -> None:
+        """Nothing is refused."""
+
+    @property
+    def fraction_spent(self) -> float:
+        """There is no budget."""
+        return 0.0
 
 
 class RenyiFilter(Guard):

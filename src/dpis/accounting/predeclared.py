@@ -15,9 +15,11 @@ from dpis.accounting.accountants import (
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition
+from dpis.accounting.filter import Guard, PlannedSequence
+from dpis.accounting.ledger import CountSource, Header, Mode
+from dpis.accounting.plans import BudgetedPlan
 from dpis.accounting.renyi import best_order
 from dpis.accounting.workload import (
-    PlannedRun,
     Release,
     Workload,
     composition_of,
@@ -32,33 +34,38 @@ _DISCRETISATION_SHARE = 2e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PredeclaredPlan:
+class PredeclaredPlan(BudgetedPlan):
     """Every ``(π, z)`` of a run and every other release, and the epsilon they add up to."""
 
-    budget: Budget
-    adjacency: Adjacency
     accountant: Accountant
-    workload: Workload
     noise_multipliers: tuple[float, ...]
-    releases: tuple[Release, ...]
     epsilon: float
     """Achieved, by the plan's accountant: never above the budget's."""
 
     @property
-    def runs(self) -> tuple[PlannedRun, ...]:
-        """Every event, in its order."""
-        return tuple(planned_runs(self.workload, self.noise_multipliers, self.releases))
+    def planned_noise(self) -> tuple[float, ...]:
+        """As it will be."""
+        return self.noise_multipliers
+
+    def guard(self) -> Guard:
+        """Follows the plan event by event."""
+        return PlannedSequence(self.runs, self.budget.delta)
+
+    def header(self, n_public_source: CountSource) -> Header:
+        """With every planned event."""
+        return Header(
+            claim=self.budget,
+            adjacency=self.adjacency,
+            n_public=self.workload.n_public,
+            n_public_source=n_public_source,
+            mode=Mode.PREDECLARED,
+            planned=self.runs,
+        )
 
     @property
-    def composition(self) -> Composition:
-        """What the run spends."""
-        return composition_of(self.runs)
-
-    @property
-    def grad_noise_multipliers(self) -> tuple[float, ...]:
-        """The paper's ``σ_G = z · kappa`` by epoch."""
-        pairs = zip(self.noise_multipliers, self.workload.kappa, strict=True)
-        return tuple(z * kappa for z, kappa in pairs)
+    def order(self) -> int:
+        """The Renyi order at which the run spends least: it shares out what is spent among events."""
+        return best_order(self.composition, self.budget.delta)[1]
 
 
 def plan_predeclared(

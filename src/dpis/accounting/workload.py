@@ -11,8 +11,8 @@ from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.schedule import kappa_schedule
 from dpis.errors import InputError, shown_number
 
-GRADIENT = "gradient"
-"""The ledger's label of a training iteration."""
+GRADIENT, NORM_SUM, COUNT = "gradient", "norm-sum", "count"
+"""The ledger's labels: a training iteration, a released norm sum K' or K*, a noisy number of records."""
 
 MOST_RECORDS, MOST_EPOCHS = 10**12, 100_000
 

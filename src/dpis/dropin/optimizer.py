@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from dpis.accounting import AdaptivePlan
 from dpis.dropin.session import Session
 from dpis.errors import InputError, MisuseError
 
@@ -74,10 +73,10 @@ class PrivateOptimizer(Optimizer):
     @property
     def noise_multiplier(self) -> float:
         """``z`` of the current epoch; before the first, that of the first."""
-        terms, plan = self._session.mechanism.terms, self._session.mechanism.plan
-        if terms is None and isinstance(plan.accounting, AdaptivePlan):
+        terms, privacy = self._session.mechanism.terms, self._session.mechanism.plan.privacy
+        if terms is None and privacy.adapts:
             raise InputError("the noise of an epoch is solved when it begins: ask again then")
-        return plan.noise_multiplier(1) if terms is None else terms.noise_multiplier
+        return privacy.planned_noise[0] if terms is None else terms.noise_multiplier
 
     @property
     def max_grad_norm(self) -> float:

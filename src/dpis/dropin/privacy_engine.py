@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpis.coupling.forbidden_layers import checked_model
-from dpis.dropin.accountant import Accountant
 from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
 from dpis.dropin.request import Request
 from dpis.dropin.session import Session
+from dpis.dropin.spent import SpentSoFar
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
-from dpis.mechanism import Mechanism, Plan, make_plan
-from dpis.mechanism.plan import open_ended_plan
+from dpis.mechanism import Mechanism, RunPlan, make_plan
+from dpis.mechanism.run_plan import open_ended_plan
 from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.randomness import Key
 
@@ -56,7 +56,7 @@ class PrivacyEngine:
         if accountant not in ("prv", "rdp", "gdp", "pld"):
             raise InputError(f"accountant must be prv, rdp, gdp or pld, found {accountant!r}")
         del secure_mode
-        self.accountant = Accountant()
+        self.accountant = SpentSoFar()
         self._session: Session | None = None
         self._key = Key.fresh()
         self._population = 0
@@ -234,7 +234,7 @@ class PrivacyEngine:
         config = request.config(epochs=epochs, epsilon=target_epsilon, delta=target_delta)
         return self._make(make_plan(config), request)
 
-    def _make(self, plan: Plan, request: Request) -> tuple[Any, ...]:
+    def _make(self, plan: RunPlan, request: Request) -> tuple[Any, ...]:
         """Everything is checked first: after an error nothing is changed."""
         if self._session is not None:
             raise InputError(
@@ -263,7 +263,7 @@ class PrivacyEngine:
     # ── what was spent ───────────────────────────────────────────────────────────────────────────────
 
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon for the steps so far; see `Accountant.get_epsilon` for what it covers."""
+        """Epsilon for the steps so far; see `SpentSoFar.get_epsilon` for what it covers."""
         return self.accountant.get_epsilon(delta)
 
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────
@@ -348,8 +348,7 @@ class PrivacyEngine:
     def _fingerprint(self, session: Session) -> str:
         """What must be the same for a checkpoint to fit."""
         plan = session.mechanism.plan
-        noise = f", noise_multiplier={plan.noise_multiplier(1)!r}" if plan.open_ended else ""
-        return f"{plan.config}{noise}, records={self._population}"
+        return f"{plan.config}, noise={plan.privacy.planned_noise[0]!r}, records={self._population}"
 
     def _opened(self) -> Session:
         if self._session is None:

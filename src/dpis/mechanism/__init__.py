@@ -1,23 +1,21 @@
-"""The private mechanism: ``Config -> Plan -> Mechanism``, one step at a time."""
+"""The private mechanism: ``Config -> RunPlan -> Mechanism``, one step at a time."""
 
 from dpis.mechanism.config import AdaptiveClipping, Config, Contribution, Method, NormSum
-from dpis.mechanism.epoch_terms import Terms
-from dpis.mechanism.journal import Journal, LedgerJournal, Unprotected
+from dpis.mechanism.journal import EventCounter, Journal, LedgerJournal
 from dpis.mechanism.mechanism import Mechanism
-from dpis.mechanism.plan import Plan, make_plan, plan_with_count
+from dpis.mechanism.run_plan import RunPlan, make_plan, plan_with_count
 
 __all__ = [
     "AdaptiveClipping",
     "Config",
     "Contribution",
+    "EventCounter",
     "Journal",
     "LedgerJournal",
     "Mechanism",
     "Method",
     "NormSum",
-    "Plan",
-    "Terms",
-    "Unprotected",
+    "RunPlan",
     "make_plan",
     "plan_with_count",
 ]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from dpis.accounting import Entry, Guard, Header, LedgerWriter, read_ledger
+from dpis.accounting import Entry, Event, Guard, Header, LedgerWriter, Unguarded, read_ledger
+from dpis.accounting.events import event_from_json, event_to_json
 from dpis.errors import InputError, LedgerError
 
 
@@ -40,35 +43,69 @@ class Journal(ABC):
         """How much of the budget is behind us, from 0 to 1."""
 
 
-class Unprotected(Journal):
-    """For `sgd`: nothing is claimed, so nothing is written."""
+class EventCounter(Journal):
+    """Counts events in memory, in their order, if the guard admits them: for a loop that is not ours, and for `sgd`.
 
-    def __init__(self) -> None:
-        self._position = 0
+    Args:
+        guard: keeps to a plan or a budget.
+    """
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = Unguarded() if guard is None else guard
+        self._runs: list[tuple[Event, int]] = []
+
+    @property
+    def events(self) -> Counter[Event]:
+        """Every event and how often it was spent."""
+        counted: Counter[Event] = Counter()
+        for event, times in self._runs:
+            counted[event] += times
+        return counted
 
     def spend(self, entries: Sequence[Entry]) -> None:
-        """Count only."""
-        self._position += len(entries)
+        """Count, if the guard admits them."""
+        for entry in entries:
+            self._spend(entry.event)
+
+    def _spend(self, event: Event) -> None:
+        self._guard.admit(event)
+        if self._runs and self._runs[-1][0] == event:
+            self._runs[-1] = event, self._runs[-1][1] + 1
+        else:
+            self._runs.append((event, 1))
+
+    def state_dict(self) -> list[tuple[Any, int]]:
+        """The events in their order, equal ones together."""
+        return [(event_to_json(event), times) for event, times in self._runs]
+
+    def load_state_dict(self, state: Sequence[tuple[Any, int]]) -> None:
+        """Spend again, in a guard that is new, what was spent before a checkpoint."""
+        for event, times in state:
+            for _ in range(times):
+                self._spend(event_from_json(event))
 
     def go_to(self, position: int) -> None:
-        """Stand where a checkpoint was taken."""
-        self._position = position
+        """Only where it stands: `load_state_dict` comes first."""
+        if position != self.position:
+            raise InputError(
+                f"the checkpoint has gone through {position} events and holds {self.position}: it is damaged"
+            )
 
     def finish(self, model_sha256: str) -> None:
-        """There is nothing to close."""
+        """Nothing is written."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing is open."""
 
     @property
     def position(self) -> int:
-        """How many events would have been written."""
-        return self._position
+        """How many events there were."""
+        return sum(times for _, times in self._runs)
 
     @property
     def fraction_spent(self) -> float:
-        """There is no budget."""
-        return 0.0
+        """By the guard."""
+        return self._guard.fraction_spent
 
 
 class LedgerJournal(Journal):

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpis.accounting import AdaptivePlan, Cadence, Entry, Event, Gaussian
-from dpis.accounting.adaptive import NORM_SUM
+from dpis.accounting import Cadence, Entry, Event, Gaussian, Terms
 from dpis.accounting.events import event_from_json, event_to_json
-from dpis.accounting.verify import COUNT
+from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients.tape import Tape
 from dpis.mechanism.config import Contribution, NormSum
 from dpis.mechanism.contribution import contribution_weights
-from dpis.mechanism.epoch_terms import Terms, adaptive_terms, predeclared_terms
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
-from dpis.mechanism.plan import Plan, bounded_count
+from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.noise import add_noise
 from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
@@ -59,7 +57,7 @@ class Mechanism:
     """
 
     def __init__(
-        self, plan: Plan, population: int, key: Key, journal: Journal, *, ahead: bool = True
+        self, plan: RunPlan, population: int, key: Key, journal: Journal, *, ahead: bool = True
     ) -> None:
         require_one_process()
         config = plan.config
@@ -97,27 +95,17 @@ class Mechanism:
             value: the statistic.
             sensitivity: how far one record can move it at most, in Euclidean norm.
         """
-        multiplier = self._planned_multiplier(label, Cadence.ONCE)
+        multiplier = self.plan.privacy.release(label).noise_multiplier
         return self._released(label, value, sensitivity, multiplier, Occasion(label, 0))
 
     def release_count(self) -> float:
         """A noisy number of records; predeclared, it sets the scale of updates and nothing else."""
         population = torch.tensor([float(self.sampler.population)], dtype=torch.float64)
         noisy = float(self.release(COUNT, population, sensitivity=1.0))
-        if not isinstance(self.plan.accounting, AdaptivePlan):
+        if not self.plan.privacy.adapts:
             declared = self.plan.workload.n_public
             self.update_scale = declared / bounded_count(noisy, declared)
         return noisy
-
-    def _planned_multiplier(self, label: str, cadence: Cadence) -> float:
-        planned = () if self.plan.accounting is None else self.plan.accounting.releases
-        for release in planned:
-            if release.label == label and release.cadence is cadence:
-                return release.noise_multiplier
-        raise InputError(
-            f"a release {label!r} ({cadence}) is not in the plan: nobody would pay for it. Add it to the "
-            "config's releases"
-        )
 
     def _released(
         self, label: str, value: Tensor, sensitivity: float, multiplier: float, occasion: Occasion
@@ -145,20 +133,13 @@ class Mechanism:
             raise InputError(
                 f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
             )
-        if self.epoch == self.plan.workload.epochs and not self.plan.open_ended:
-            raise BudgetExceededError(
-                f"the plan has {self.epoch} epochs and all are done: a step more is not covered by the claim. "
-                "Plan for more epochs from the start"
-            )
-        epoch = self.epoch + 1
-        if isinstance(self.plan.accounting, AdaptivePlan):
-            noisy = self._release_norm_sum(epoch, norms_of_all)
-            terms = adaptive_terms(self.plan, epoch, self.clip_norm, noisy, self._spent)
-        else:
-            terms = predeclared_terms(self.plan, epoch, self.clip_norm)
+        privacy, epoch = self.plan.privacy, self.epoch + 1
+        privacy.require_epoch(epoch)
+        K_noisy = self._release_norm_sum(epoch, norms_of_all) if privacy.adapts else None
+        terms = privacy.terms(epoch, self.clip_norm, K_noisy, self._spent)
         steps = self.plan.workload.steps_per_epoch
-        if self._ahead and self.plan.accounting is not None:
-            self._spend([terms.entry] * steps)
+        if self._ahead:
+            self._spend(privacy.charge(terms, steps))
         self.terms, self.steps_left = terms, steps
         return terms
 
@@ -173,9 +154,10 @@ class Mechanism:
         Where the terms of epochs differ, the steps are spent all the same, so that the plan is followed in its order;
         then the draws are paid for, and their coins are never used again.
         """
-        in_order = self._ahead or self.plan.same_terms_throughout
+        privacy = self.plan.privacy
+        in_order = self._ahead or privacy.same_terms_throughout
         if self.terms is not None and not in_order:
-            self._spend([self.terms.entry] * self.steps_left)
+            self._spend(privacy.charge(self.terms, self.steps_left))
             self._outstanding.clear()
         self.steps_left = 0
 
@@ -195,12 +177,12 @@ class Mechanism:
             raise InputError(
                 f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
             )
-        if config.clipping is None or self.epoch == workload.epochs:
+        if config.clipping is None or self.epoch == self.plan.privacy.last_epoch:
             return
         noisy = self._release_sum_of_norms(
             Occasion("clip-sum", self.epoch),
             bound=config.clipping.ceiling,
-            multiplier=self._planned_multiplier(NORM_SUM, Cadence.BETWEEN_EPOCHS),
+            cadence=Cadence.BETWEEN_EPOCHS,
         )
         self.clip_norm = config.clipping.next_clip_norm(noisy, workload.n_public)
         self.sampler.set_clip_norm(self.clip_norm)
@@ -213,14 +195,15 @@ class Mechanism:
         return self._release_sum_of_norms(
             Occasion("norm-sum", epoch),
             bound=self.clip_norm,
-            multiplier=self._planned_multiplier(NORM_SUM, Cadence.EACH_EPOCH),
+            cadence=Cadence.EACH_EPOCH,
         )
 
-    def _release_sum_of_norms(self, occasion: Occasion, bound: float, multiplier: float) -> float:
+    def _release_sum_of_norms(self, occasion: Occasion, bound: float, cadence: Cadence) -> float:
         """``Σ min(norm_i, bound)`` with noise; a record that was never seen counts the clip norm (rule 8)."""
         assert isinstance(self.sampler, ImportanceSampler)
         total = self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm)
         value = torch.tensor([total], dtype=torch.float64)
+        multiplier = self.plan.privacy.release(NORM_SUM, cadence).noise_multiplier
         return float(self._released(NORM_SUM, value, bound, multiplier, occasion))
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
@@ -292,8 +275,8 @@ class Mechanism:
                 "Nothing was released"
             )
         self._key.require_home()
-        if not self._ahead and self.plan.accounting is not None:
-            self._spend([terms.entry])
+        if not self._ahead:
+            self._spend(self.plan.privacy.charge(terms, 1))
         self._outstanding.popleft()
         self.sampler.observe(draw.indices, total.norms)
         self.step += 1

@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from dpis.mechanism import Terms
+from dpis.accounting import Terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dpis.accounting import Adjacency, Budget, CountSource, Unit
-from dpis.mechanism import Method
-from dpis.mechanism.plan import OpenEnded
 from dpis.runs.summary import PROTECTS, Summary, versions
 from dpis.training.run import Run, config_to_json
 
@@ -72,30 +70,30 @@ def summary_of(
 
 def _claim(run: Run) -> dict[str, Any] | None:
     plan = run.mechanism.plan
-    if plan.accounting is None or isinstance(plan.accounting, OpenEnded):
+    if plan.claim is None:
         return None
     return {
-        "epsilon": plan.accounting.budget.epsilon,
-        "delta": plan.accounting.budget.delta,
-        "adjacency": plan.accounting.adjacency.value,
+        "epsilon": plan.claim.epsilon,
+        "delta": plan.claim.delta,
+        "adjacency": plan.privacy.adjacency.value,
         "protects": PROTECTS[Unit.USER if run.options.user_level else Unit.RECORD],
         "n_public": plan.workload.n_public,
         "n_public_source": plan.config.n_public_source.value,
-        "mode": "adaptive" if run.config.method is Method.DPIS_ADAPTIVE else "predeclared",
+        "mode": "adaptive" if plan.privacy.adapts else "predeclared",
     }
 
 
 def _notes(run: Run) -> list[str]:
     """What the claim covers and what not."""
     plan = run.mechanism.plan
-    if plan.accounting is None or isinstance(plan.accounting, OpenEnded):
+    if plan.claim is None:
         return ["sgd is not private: this model may reveal its training data."]
     notes = []
-    if plan.accounting.adjacency is Adjacency.ZERO_OUT:
+    if plan.privacy.adjacency is Adjacency.ZERO_OUT:
         notes.append(
             "The number of records is treated as public: it was read from the data set. Give n_public to protect it."
         )
-    if plan.accounting.budget.delta * plan.workload.n_public >= 1:
+    if plan.claim.delta * plan.workload.n_public >= 1:
         notes.append(
             "delta is not below 1 / number of records: the promise then allows to publish a record now and then. "
             "Choose a smaller delta."

@@ -9,23 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from dpis.accounting import Accountant, Cadence, CountSource, Entry, Release
+from dpis.accounting.workload import COUNT
 from dpis.errors import InputError
 from dpis.mechanism import (
     AdaptiveClipping,
     Config,
     Contribution,
+    EventCounter,
     Journal,
     LedgerJournal,
     Mechanism,
     Method,
     NormSum,
-    Plan,
-    Unprotected,
+    RunPlan,
     make_plan,
     plan_with_count,
 )
 from dpis.mechanism.mechanism import require_one_process
-from dpis.mechanism.plan import planned_count
 from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.randomness import Key
 from dpis.runs.folder import FolderLock, RunFolder
@@ -80,10 +80,13 @@ class Run:
         self._lock = lock
         plan = make_plan(config)
         first: list[Entry] = []
-        if config.release_n and config.method is Method.DPIS_ADAPTIVE:
+        if config.release_n and plan.privacy.adapts:
             # What the plan is made from is known before the ledger can be begun; it is used only afterwards.
-            noisy = Mechanism(plan, population, key, Unprotected()).release_count()
-            plan, first = plan_with_count(plan, noisy), [planned_count(plan)]
+            noisy = Mechanism(plan, population, key, EventCounter()).release_count()
+            plan, first = (
+                plan_with_count(plan, noisy),
+                [Entry(COUNT, plan.privacy.release(COUNT).event)],
+            )
         self._journal = self._open_journal(plan, first)
         self.mechanism = Mechanism(plan, population, key, self._journal)
         if config.release_n:
@@ -165,9 +168,9 @@ class Run:
             self.folder.remove()
         self.close()
 
-    def _open_journal(self, plan: Plan, first: list[Entry]) -> Journal:
-        if plan.accounting is None:
-            return Unprotected()
+    def _open_journal(self, plan: RunPlan, first: list[Entry]) -> Journal:
+        if plan.claim is None:
+            return EventCounter()
         header = plan.header(
             versions=versions(),
             seeded=self.key.seeded,

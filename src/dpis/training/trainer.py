@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dpis.accounting import Terms
 from dpis.coupling.padding import SEES_PADDING
 from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
-from dpis.mechanism import Terms
 from dpis.runs.folder import Replacement, write_whole
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate

@@ -28,8 +28,8 @@ from dpis.accounting import (
     plan_predeclared,
 )
 from dpis.accounting.ledger import Mode
-from dpis.accounting.renyi import best_order, renyi_divergence
-from dpis.accounting.workload import composition_of, releases_over_run
+from dpis.accounting.renyi import renyi_divergence
+from dpis.accounting.workload import releases_over_run
 from dpis.defaults import A_E
 from dpis.errors import InputError
 
@@ -169,7 +169,7 @@ def _parse_release(text: str) -> Release:
 
 def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
     """The plan as one JSON object; per-epoch values are lists of length E."""
-    workload, composition = plan.workload, composition_of(plan.runs)
+    workload, composition = plan.workload, plan.composition
     epsilon_rdp = epsilon_by_rdp(composition, plan.budget.delta)
     common = {
         "epsilon_target": plan.budget.epsilon,
@@ -194,32 +194,19 @@ def plan_as_json(plan: PredeclaredPlan | AdaptivePlan) -> dict[str, Any]:
             for r in plan.releases
         ],
     }
-    if isinstance(plan, PredeclaredPlan):
-        return {
-            "mode": Mode.PREDECLARED.value,
-            "accountant": plan.accountant.value,
-            "epsilon": plan.epsilon,
-            **common,
-            "grad_noise_multiplier": list(plan.grad_noise_multipliers),
-            "noise_multiplier_z": list(plan.noise_multipliers),
-        }
-    noise = [plan.noise_multiplier] * workload.epochs
     return {
-        "mode": Mode.ADAPTIVE.value,
-        "accountant": Accountant.RDP.value,
-        "epsilon": best_order(composition, plan.budget.delta, [plan.order])[0],
+        "mode": (Mode.ADAPTIVE if plan.adapts else Mode.PREDECLARED).value,
+        "accountant": plan.accountant.value,
+        "epsilon": plan.epsilon,
         **common,
-        "grad_noise_multiplier": noise,
-        "noise_multiplier_z": noise,
-        "a_e": plan.a_e,
-        "alpha": plan.order,
-        "rho_budget": plan.rho_budget,
-        "norm_noise_multiplier": plan.norm_noise_multiplier,
+        "grad_noise_multiplier": list(plan.grad_noise_multipliers),
+        "noise_multiplier_z": list(plan.planned_noise),
+        **plan.filter_facts,
     }
 
 
 def _epsilon_pld(plan: PredeclaredPlan | AdaptivePlan, composition: Composition) -> float | None:
-    if isinstance(plan, PredeclaredPlan) and plan.accountant is Accountant.PLD:
+    if plan.accountant is Accountant.PLD:
         return plan.epsilon
     try:
         return epsilon_by_pld(composition, plan.budget.delta)
@@ -233,22 +220,23 @@ def print_plan(plan: PredeclaredPlan | AdaptivePlan, console: Console) -> None:
     console.print(
         f"[bold]{data['mode']} plan[/bold]  epsilon = {data['epsilon_target']:g}, delta = {data['delta']:g}"
     )
-    console.print(_claim_in_words(plan, data))
+    console.print(_claim_in_words(data))
     console.print(_spending_table(plan))
     console.print(_epoch_table(data))
 
 
-def _claim_in_words(plan: PredeclaredPlan | AdaptivePlan, data: dict[str, Any]) -> str:
+def _claim_in_words(data: dict[str, Any]) -> str:
     pld = "not computed" if data["epsilon_pld"] is None else f"{data['epsilon_pld']:.4f}"
     lines = [
         f"  {data['steps']:,} steps ({data['epochs']} epochs of {data['steps_per_epoch']}) on {data['n_public']:,} "
         f"records, {data['adjacency']} adjacency",
         f"  epsilon by PLD {pld}, by RDP {data['epsilon_rdp']:.4f}",
     ]
-    if isinstance(plan, AdaptivePlan):
+    if data["mode"] == Mode.ADAPTIVE:
         lines += [
-            f"  Renyi filter at order alpha = {plan.order}, rho budget {plan.rho_budget:.6g}, a_E = {plan.a_e:g}",
-            f"  norm sums are released with noise multiplier {plan.norm_noise_multiplier:g}",
+            f"  Renyi filter at order alpha = {data['alpha']}, rho budget {data['rho_budget']:.6g}, "
+            f"a_E = {data['a_e']:g}",
+            f"  norm sums are released with noise multiplier {data['norm_noise_multiplier']:g}",
             "  noise below: for kappa = 1; a run lowers it as the released norms fall",
             "  the claim is the budget; PLD does not apply to noise chosen during the run",
         ]
@@ -257,12 +245,7 @@ def _claim_in_words(plan: PredeclaredPlan | AdaptivePlan, data: dict[str, Any]) 
 
 def _spending_table(plan: PredeclaredPlan | AdaptivePlan) -> Table:
     """What each kind of event spends, as a share of the Renyi divergence at the plan's best order."""
-    composition = composition_of(plan.runs)
-    order = (
-        plan.order
-        if isinstance(plan, AdaptivePlan)
-        else best_order(composition, plan.budget.delta)[1]
-    )
+    order = plan.order
     spent: dict[str, tuple[int, float]] = {}
     for run in plan.runs:
         count, cost = spent.get(run.label, (0, 0.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from dpis import defaults
-from dpis.accounting import Accountant, AdaptivePlan, Budget, CountSource, Release
+from dpis.accounting import Accountant, Budget, CountSource, Release
 from dpis.app.jobs.options import JobOptions
 from dpis.app.jobs.sources import RecordSource
 from dpis.app.jobs.systems import System
@@ -122,12 +122,9 @@ def learning_rate(
     if options.optimizer == "adam":
         return ADAM_LEARNING_RATE
     plan = make_plan(config)
-    noise = (
-        plan.accounting.noise_multiplier
-        if isinstance(plan.accounting, AdaptivePlan)
-        else plan.noise_multiplier(1)
+    return kind.learning_rate(
+        plan.workload.equivalent_batch[0], plan.privacy.planned_noise[0], source.image_shape
     )
-    return kind.learning_rate(plan.workload.equivalent_batch[0], noise, source.image_shape)
 
 
 def default_batch_size(n_public: int) -> int:

@@ -284,7 +284,7 @@ class FileSource(RecordSource):
         if mechanism is None or not columns:
             return [(-1.0, 1.0)] * columns
         reach = sensitivity(columns)
-        if mechanism.plan.accounting is None:  # sgd promises nothing, so it needs no noise
+        if mechanism.plan.claim is None:  # sgd promises nothing, so it needs no noise
             return bounds_from_counts(self._raw.bucket_counts(self._train), 0.0)
         noisy = mechanism.release(SCALE, self._raw.bucket_counts(self._train), reach)
         return bounds_from_counts(noisy, APPLIED_NOISE * SCALE_NOISE_MULTIPLIER * reach)

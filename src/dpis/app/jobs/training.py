@@ -244,11 +244,10 @@ def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
         return ChannelScale((0.0,) * channels, (1.0,) * channels)
     (means, squares), plan = channel_sums(features), mechanism.plan
     noise_multiplier = 0.0
-    if plan.accounting is not None:  # sgd promises nothing, so it needs no noise
+    if plan.claim is not None:  # sgd promises nothing, so it needs no noise
         means = mechanism.release(MEAN, means, LONGEST_MEAN)
         squares = mechanism.release(SQUARE, squares, LONGEST_SQUARE)
-        planned = {release.label: release for release in plan.accounting.releases}
-        noise_multiplier = planned[SQUARE].noise_multiplier
+        noise_multiplier = plan.privacy.release(SQUARE).noise_multiplier
     return ChannelScale.from_sums(means, squares, plan.workload.n_public, noise_multiplier)
 
 

@@ -20,15 +20,13 @@ from dpis.accounting.events import Composition, Event, Gaussian
 from dpis.accounting.filter import LARGEST_ORDER
 from dpis.accounting.ledger import CountSource, Ledger, Mode, read_ledger
 from dpis.accounting.pld import delta_to_ask_for
+from dpis.accounting.workload import COUNT
 from dpis.errors import BrokenLedgerError, InputError, LedgerError
 
 _ROUNDING = 1e-9
 """Relative slack for the same sum taken in another order."""
 
 _INTERVALS = tuple(1e-4 / 4**i for i in range(6))
-
-COUNT = "count"
-"""The ledger's label of a noisy number of records."""
 
 
 @dataclass(frozen=True, slots=True)
