@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dpis.app import main
-from dpis.datasets import lookup
+from dpis.datasets import locate
 from tests.datasets.test_fetch import CONTENTS, Server, server, tiny
 
 __all__ = ["Server", "server", "tiny"]
@@ -40,7 +40,7 @@ def test_a_folder_and_an_archive_can_be_named(capsys, tiny, tmp_path):
 def test_what_is_missing_is_listed_with_how_to_get_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("DPIS_DATA", str(tmp_path))
     monkeypatch.setenv("DPIS_CACHE", "off")
-    monkeypatch.setattr(lookup, "SYSTEM_FOLDER", tmp_path)
+    monkeypatch.setattr(locate, "SYSTEM_FOLDER", tmp_path)
     code, out, _ = run(capsys, "data", "list")
     assert code == 0
     lines = out.splitlines()

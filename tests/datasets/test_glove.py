@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpis.datasets import lookup
+from dpis.datasets import locate
 from dpis.datasets.glove import WordVectors, load_glove
 from dpis.errors import InputError
 
@@ -25,12 +25,12 @@ def file(monkeypatch, tmp_path):
         vectors=np.arange(8, dtype=np.float32).reshape(4, 2),
     )
     content = buffer.getvalue()
-    source = lookup.SOURCES["glove"]
+    source = locate.SOURCES["glove"]
     described = dataclasses.replace(
         source.files["vectors"], sha256=hashlib.sha256(content).hexdigest()
     )
     replaced = dataclasses.replace(source, files={"vectors": described})
-    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"glove": replaced}))
+    monkeypatch.setattr(locate, "SOURCES", MappingProxyType({"glove": replaced}))
     monkeypatch.setenv("DPIS_DATA", str(tmp_path))
     monkeypatch.setenv("DPIS_CACHE", "off")
     path = tmp_path / described.name

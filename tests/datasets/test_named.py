@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from dpis.datasets import lookup, named
-from dpis.datasets.idx import parse_idx, read_packed
+from dpis.datasets import locate, named
+from dpis.datasets.formats import parse_idx
+from dpis.datasets.locate import read_packed
 from dpis.errors import InputError
 
 FULL_DATA = os.environ.get("DPIS_DATA", "")
@@ -29,7 +30,7 @@ def places(monkeypatch, tmp_path) -> dict[str, Path]:
     """The three places that are looked at, all empty."""
     monkeypatch.setenv("DPIS_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("DPIS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(lookup, "SYSTEM_FOLDER", tmp_path / "system")
+    monkeypatch.setattr(locate, "SYSTEM_FOLDER", tmp_path / "system")
     return {
         "DPIS_DATA": tmp_path / "data" / "mnist",
         "system": tmp_path / "system" / "mnist",
@@ -47,20 +48,20 @@ def tiny(monkeypatch) -> dict[str, bytes]:
         "test_images": idx(generator.integers(0, 256, (2, 4, 3), dtype=np.uint8)),
         "test_labels": idx(np.array([7, 8], dtype=np.uint8)),
     }
-    source = lookup.SOURCES["mnist"]
+    source = locate.SOURCES["mnist"]
     files = {
         role: dataclasses.replace(file, sha256=hashlib.sha256(contents[role]).hexdigest())
         for role, file in source.files.items()
     }
     replaced = dataclasses.replace(source, files=files)
-    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"mnist": replaced}))
+    monkeypatch.setattr(locate, "SOURCES", MappingProxyType({"mnist": replaced}))
     return contents
 
 
 def put(folder: Path, contents: dict[str, bytes], packed: bool = True) -> None:
     folder.mkdir(parents=True)
     for role, content in contents.items():
-        name = lookup.SOURCES["mnist"].files[role].name
+        name = locate.SOURCES["mnist"].files[role].name
         (folder / f"{name}.gz").write_bytes(gzip.compress(content)) if packed else (
             folder / name
         ).write_bytes(content)
@@ -78,14 +79,14 @@ def test_found_in_each_place(places, tiny, place, packed):
     assert dataset.test_labels.tolist() == [7, 8]
     assert dataset.test_images.numpy().tobytes() == tiny["test_images"][16:]
     assert len(dataset.classes) == 10
-    (location,) = named.available()
+    (location,) = locate.available()
     assert (location.name, location.folder) == ("mnist", places[place])
 
 
 def test_the_first_complete_place_is_taken(places, tiny):
     put(places["cache"], tiny)
     put(places["DPIS_DATA"], {"train_images": tiny["train_images"]})
-    (location,) = named.available()
+    (location,) = locate.available()
     assert location.folder == places["cache"]
 
 
@@ -98,7 +99,7 @@ def test_a_missing_one_says_how_to_get_it(places):
             named.load(name)
         assert "DPIS_DATA" in str(caught.value)
         assert "\n" not in str(caught.value)
-    assert {location.folder for location in named.available()} == {None}
+    assert {location.folder for location in locate.available()} == {None}
 
 
 def test_an_incomplete_one_names_what_is_lacking(places, tiny):
@@ -131,13 +132,13 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_a_name_may_be_written_large():
-    assert lookup.find_source("Fashion-MNIST").name == lookup.find_source("fmnist").name == "fmnist"
+    assert locate.find_source("Fashion-MNIST").name == locate.find_source("fmnist").name == "fmnist"
 
 
 def test_without_settings_only_the_system_and_the_cache_are_looked_at(monkeypatch):
     monkeypatch.delenv("DPIS_DATA", raising=False)
     monkeypatch.setenv("DPIS_CACHE", "off")
-    folders = lookup.folders(lookup.find_source("fmnist"))
+    folders = locate.folders(locate.find_source("fmnist"))
     assert [str(folder) for folder in folders] == ["/usr/share/datasets/fashion-mnist"]
 
 
@@ -193,9 +194,9 @@ def test_a_dataset_that_does_not_fit_together_is_refused(changes, message):
 
 @pytest.mark.parametrize("name", ["mnist", "fmnist"])
 def test_the_published_files(name):
-    source = lookup.find_source(name)
+    source = locate.find_source(name)
     folder = Path(FULL_DATA) / source.folder
-    if not FULL_DATA or lookup.absent(folder, source):
+    if not FULL_DATA or locate.absent(folder, source):
         pytest.skip(f"{name} is not in $DPIS_DATA")
     for file in source.files.values():  # both checksums are of the same thing
         packed = (folder / f"{file.name}.gz").read_bytes()
@@ -217,10 +218,10 @@ REVIEWS = (
 def reviews(monkeypatch, places, tmp_path) -> bytes:
     """The content of a tiny imdb, after making it the one that is asked for."""
     content = "".join(f"{json.dumps(r, ensure_ascii=False)}\n" for r in REVIEWS).encode()
-    source = lookup.SOURCES["imdb"]
+    source = locate.SOURCES["imdb"]
     file = dataclasses.replace(source.files["reviews"], sha256=hashlib.sha256(content).hexdigest())
     replaced = dataclasses.replace(source, files={"reviews": file})
-    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"imdb": replaced}))
+    monkeypatch.setattr(locate, "SOURCES", MappingProxyType({"imdb": replaced}))
     return content
 
 
@@ -262,7 +263,7 @@ def test_texts_that_do_not_fit_their_labels_are_refused(labels, message):
 
 
 def test_the_published_reviews():
-    if not FULL_DATA or lookup.find_folder(lookup.find_source("imdb")) is None:
+    if not FULL_DATA or locate.find_folder(locate.find_source("imdb")) is None:
         pytest.skip("imdb is not in $DPIS_DATA")
     loaded = named.load("imdb")
     assert len(loaded.train_texts) == len(loaded.test_texts) == 25_000
@@ -283,14 +284,14 @@ CIFAR_SHA1 = {  # as Apache MXNet publishes them, of the official files
 def test_a_tiny_cifar(monkeypatch, places, tmp_path):
     folder = tmp_path / "data" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
-    source = lookup.SOURCES["cifar10"]
+    source = locate.SOURCES["cifar10"]
     files = {}
     for i, (role, file) in enumerate(source.files.items()):
         content = bytes([i, *[10 * i] * 1024, *[10 * i + 1] * 1024, *[10 * i + 2] * 1024])
         (folder / file.name).write_bytes(content)
         files[role] = dataclasses.replace(file, sha256=hashlib.sha256(content).hexdigest())
     replaced = dataclasses.replace(source, files=files)
-    monkeypatch.setattr(lookup, "SOURCES", MappingProxyType({"cifar10": replaced}))
+    monkeypatch.setattr(locate, "SOURCES", MappingProxyType({"cifar10": replaced}))
     loaded = named.load("CIFAR-10")
     assert loaded.train_images.shape == (5, 3, 32, 32)
     assert loaded.train_labels.tolist() == [0, 1, 2, 3, 4]
@@ -300,10 +301,10 @@ def test_a_tiny_cifar(monkeypatch, places, tmp_path):
 
 
 def test_the_published_cifar():
-    source = lookup.find_source("cifar10")
-    if lookup.find_folder(source) is None:
+    source = locate.find_source("cifar10")
+    if locate.find_folder(source) is None:
         pytest.skip("cifar10 is not here: dpis data fetch cifar10")
-    for role, content in lookup.read_files(source).items():
+    for role, content in locate.read_files(source).items():
         assert hashlib.sha1(content).hexdigest() == CIFAR_SHA1[role]
     loaded = named.load("cifar10")
     assert loaded.train_labels.bincount().tolist() == [5_000] * 10

@@ -6,7 +6,7 @@ import tarfile
 
 import pytest
 
-from dpis.datasets.reviews import Review, parse_reviews, reviews_from_archive
+from dpis.datasets.formats import Review, parse_reviews, reviews_from_archive
 from dpis.errors import InputError
 
 

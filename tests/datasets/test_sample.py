@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpis.datasets import lookup, named, sample
+from dpis.datasets import locate, named, sample
 from dpis.errors import InputError
 
 
@@ -29,9 +29,9 @@ def test_it_is_small_and_its_licence_is_beside_it():
 
 
 def test_it_is_the_beginning_of_the_published_data():
-    source = lookup.find_source("fmnist")
+    source = locate.find_source("fmnist")
     folder = Path(os.environ.get("DPIS_DATA", "")) / source.folder
-    if "DPIS_DATA" not in os.environ or lookup.absent(folder, source):
+    if "DPIS_DATA" not in os.environ or locate.absent(folder, source):
         pytest.skip("fmnist is not in $DPIS_DATA")
     whole, part = named.load("fmnist"), sample.load_sample()
     assert torch.equal(whole.train_images[:10_000], part.train_images)

@@ -72,20 +72,6 @@ def _idx_files(*checksums: tuple[str, str]) -> Mapping[str, DataFile]:
     )
 
 
-FASHION_CLASSES = (
-    "T-shirt/top",
-    "trouser",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "ankle boot",
-)
-FASHION_LICENCE = "MIT, © 2017 Zalando SE"
-
 MNIST = PublicSource(
     name="mnist",
     folder="mnist",
@@ -135,8 +121,19 @@ FASHION = PublicSource(
             "bb300cfdad3c16e7a12a480ee83cd310",
         ),
     ),
-    classes=FASHION_CLASSES,
-    licence=FASHION_LICENCE,
+    classes=(
+        "T-shirt/top",
+        "trouser",
+        "pullover",
+        "dress",
+        "coat",
+        "sandal",
+        "shirt",
+        "sneaker",
+        "bag",
+        "ankle boot",
+    ),
+    licence="MIT, © 2017 Zalando SE",
     by_hand=(
         "run `apt install dataset-fashion-mnist`, or put its four files into"
         " DIR/fashion-mnist and set DPIS_DATA=DIR"
@@ -147,29 +144,15 @@ CIFAR = PublicSource(
     folder="cifar-10-batches-bin",
     files=MappingProxyType(
         {
-            "data_batch_1": DataFile(
-                "data_batch_1.bin",
-                "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-            ),
-            "data_batch_2": DataFile(
-                "data_batch_2.bin",
-                "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-            ),
-            "data_batch_3": DataFile(
-                "data_batch_3.bin",
-                "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-            ),
-            "data_batch_4": DataFile(
-                "data_batch_4.bin",
-                "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-            ),
-            "data_batch_5": DataFile(
-                "data_batch_5.bin",
-                "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-            ),
-            "test_batch": DataFile(
-                "test_batch.bin", "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b"
-            ),
+            role: DataFile(f"{role}.bin", sha256)
+            for role, sha256 in {
+                "data_batch_1": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+                "data_batch_2": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+                "data_batch_3": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+                "data_batch_4": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+                "data_batch_5": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+                "test_batch": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+            }.items()
         }
     ),
     classes=(

@@ -14,10 +14,14 @@ from pathlib import Path
 
 from dpis.datasets.catalogue import PublicSource
 from dpis.datasets.download import FetchError, Progress
-from dpis.datasets.folders import cache_folder
-from dpis.datasets.idx import read_packed
-from dpis.datasets.lookup import find_file, find_source, is_published
-from dpis.datasets.origins import ORIGINS, Files, Published
+from dpis.datasets.locate import (
+    cache_folder,
+    find_file,
+    find_source,
+    is_published,
+    read_packed,
+)
+from dpis.datasets.providers import PROVIDERS, Files, Published
 from dpis.errors import InputError
 
 _BROKEN = (tarfile.TarError, zlib.error, EOFError, ValueError, LookupError)
@@ -59,7 +63,7 @@ def fetch(
             if archive is not None:
                 _from_archive(source, folder, archive)
             else:
-                _from_origins(source, folder, progress)
+                _from_providers(source, folder, progress)
         finally:
             with contextlib.suppress(OSError):  # it is empty if nothing came
                 folder.rmdir()
@@ -89,15 +93,15 @@ def _complete(folder: Path, source: PublicSource) -> bool:
     return True
 
 
-def _from_origins(source: PublicSource, folder: Path, progress: Progress) -> None:
+def _from_providers(source: PublicSource, folder: Path, progress: Progress) -> None:
     problems = []
-    for origin in ORIGINS.get(source.name, ()):
+    for provider in PROVIDERS.get(source.name, ()):
         try:
-            _install(source, folder, partial(origin.files, folder, progress=progress))
+            _install(source, folder, partial(provider.files, folder, progress=progress))
         except FetchError as error:
             problems.append(str(error))
         else:
-            for tried in ORIGINS[source.name]:
+            for tried in PROVIDERS[source.name]:
                 tried.clear(folder)
             return
     said = f" ({'; '.join(problems)})" if problems else ""
@@ -105,8 +109,8 @@ def _from_origins(source: PublicSource, folder: Path, progress: Progress) -> Non
 
 
 def _from_archive(source: PublicSource, folder: Path, archive: Path) -> None:
-    origins = ORIGINS.get(source.name, ())
-    published = [o for o in origins if isinstance(o, Published) and len(o.md5) == 1]
+    providers = PROVIDERS.get(source.name, ())
+    published = [p for p in providers if isinstance(p, Published) and len(p.md5) == 1]
     if not published:
         raise InputError(f"{source.name} is not made from one archive: {source.by_hand}")
     try:

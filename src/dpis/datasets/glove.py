@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpis.datasets.lookup import find_source, read_files
+from dpis.datasets.locate import find_source, read_files
 from dpis.errors import InputError
 
 RANKS = 35_000

@@ -9,7 +9,8 @@ from importlib.resources import files
 import numpy as np
 import torch
 
-from dpis.datasets.named import FASHION_CLASSES, FASHION_LICENCE, ImageDataset
+from dpis.datasets.catalogue import FASHION
+from dpis.datasets.named import ImageDataset
 from dpis.errors import InputError
 
 FILE = "fmnist_sample.xz"
@@ -42,6 +43,6 @@ def load_sample() -> ImageDataset:
         train_labels=torch.from_numpy(train_labels).long(),
         test_images=torch.from_numpy(test_images),
         test_labels=torch.from_numpy(test_labels).long(),
-        classes=FASHION_CLASSES,
-        licence=FASHION_LICENCE,
+        classes=FASHION.classes,
+        licence=FASHION.licence,
     )

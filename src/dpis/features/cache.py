@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpis.datasets.folders import cache_folder
+from dpis.datasets.locate import cache_folder
 
 DIGEST_BYTES = 32
 STALE_SECONDS = 24 * 3600

@@ -23,7 +23,7 @@ data = typer.Typer(
 @data.command("list")
 def list_data() -> None:
     """Show every dataset known by name, where its files are, or how to get them."""
-    from dpis.datasets.lookup import available
+    from dpis.datasets.locate import available
 
     locations = available()
     width = max(len(location.name) for location in locations)

