@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from dpis.errors import InputError
+
 Batch = Any
 """A tensor whose first dimension counts rows, or a tuple, list or mapping of batches."""
 
@@ -58,11 +60,11 @@ def rows(batch: Batch) -> int:
     """How many rows a batch has; all of its tensors must agree.
 
     Raises:
-        ValueError: if they do not, or if there is no tensor.
+        InputError: if they do not, or if there is no tensor.
     """
     sizes = {tuple(tensor.shape[:1]) for tensor in tensors(batch)}
     if len(sizes) != 1 or () in sizes:
-        raise ValueError(
+        raise InputError(
             "Every tensor of a batch must have its rows in the first dimension; found first "
             f"dimensions {sorted(sizes)}. Give what is not one entry a row (a mask for all, a "
             "weight of classes) to the loss by other means, for example functools.partial."
@@ -74,11 +76,11 @@ def records(batch: Batch, rows_per_record: int) -> int:
     """How many records a batch has.
 
     Raises:
-        ValueError: if its rows do not make whole records.
+        InputError: if its rows do not make whole records.
     """
     count = rows(batch)
     if count % rows_per_record:
-        raise ValueError(
+        raise InputError(
             f"A batch must hold whole records of {rows_per_record} rows; found {count} rows. Fill "
             "up records that have fewer with copies, and mark these in `present`."
         )

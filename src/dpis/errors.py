@@ -28,6 +28,10 @@ class MisuseError(DpisError, RuntimeError):
     """A private loop was driven in an order that its guarantee does not cover. Nothing was released."""
 
 
+class GradientError(DpisError, RuntimeError):
+    """The gradients of single records cannot be had from this model as it is. Nothing was clipped or released."""
+
+
 class BudgetExceededError(DpisError):
     """An event would spend more than the claim allows. It was refused before anything was released."""
 

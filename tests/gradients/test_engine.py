@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpis import batches
-from dpis.errors import CouplingError
+from dpis.errors import CouplingError, GradientError, InputError
 from dpis.gradients import RecordGradients, SlowGradientsWarning
 from dpis.gradients.record_gradients import LANES
 from tests.gradients import oracles
@@ -169,7 +169,7 @@ class TestRows:
 
     def test_half_a_record_is_refused(self) -> None:
         gradients = RecordGradients(mlp(), nn.CrossEntropyLoss(), rows_per_record=3)
-        with pytest.raises(ValueError, match="whole records of 3 rows; found 7"):
+        with pytest.raises(InputError, match="whole records of 3 rows; found 7"):
             gradients(labelled(7), ones)
 
     def test_missing_rows_in_chunks(self) -> None:
@@ -435,7 +435,7 @@ class TestLaterBatches:
         gradients = RecordGradients(module, nn.CrossEntropyLoss())
         gradients(labelled(8), ones)
         change(module)
-        with pytest.raises(RuntimeError, match="new RecordGradients"):
+        with pytest.raises(GradientError, match="new RecordGradients"):
             gradients(labelled(8), ones)
 
 
@@ -514,7 +514,7 @@ def test_changes_in_place_with_a_parameter_are_refused(inplace: Callable[..., ob
             inplace(h, self.scale)
             return h
 
-    with pytest.raises(RuntimeError, match=r"in place.*scale"):
+    with pytest.raises(GradientError, match=r"in place.*scale"):
         RecordGradients(Scaled(), nn.CrossEntropyLoss())(labelled(8), ones)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpis.errors import CouplingError
+from dpis.errors import CouplingError, InputError
 from dpis.gradients import RecordGradients
 from tests.gradients.problems import mlp
 
@@ -151,22 +151,22 @@ class TestRefused:
             sums(mlp().double(), batch(), objective=penalised)
 
     def test_a_loss_of_the_wrong_shape(self) -> None:
-        with pytest.raises(ValueError, match=r"One loss a row.*\(3, 4\)"):
+        with pytest.raises(InputError, match=r"One loss a row.*\(3, 4\)"):
             sums(mlp().double(), batch(), loss=lambda output, target: output)
 
     def test_a_batch_without_rows_in_front(self) -> None:
-        with pytest.raises(ValueError, match="rows in the first dimension"):
+        with pytest.raises(InputError, match="rows in the first dimension"):
             sums(mlp().double(), (torch.randn(5, 6), torch.zeros(4)), loss=nn.MSELoss())
 
     def test_a_mapping_needs_an_objective(self) -> None:
         gradients = RecordGradients(mlp(), nn.MSELoss())
-        with pytest.raises(TypeError, match="objective="):
+        with pytest.raises(InputError, match="objective="):
             gradients.record({"x": torch.randn(5, 6)})
 
     def test_loss_and_objective(self) -> None:
-        with pytest.raises(ValueError, match="Exactly one"):
+        with pytest.raises(InputError, match="Exactly one"):
             RecordGradients(mlp())
 
     def test_nothing_to_train(self) -> None:
-        with pytest.raises(ValueError, match="nothing to train"):
+        with pytest.raises(InputError, match="nothing to train"):
             RecordGradients(mlp().requires_grad_(False), nn.MSELoss())

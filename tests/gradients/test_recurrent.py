@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpis.errors import GradientError
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.rules.recurrent import RULES
 from dpis.gradients.rules.recurrent import layer as kernels
@@ -172,5 +173,5 @@ def test_runs_backwards_once() -> None:
     ran = RULES[torch.lstm].run(Call(torch.lstm, arguments, {}, weights))
     loss = ran.result[0].sum()
     torch.autograd.grad(loss, ran.watched, retain_graph=True)
-    with pytest.raises(RuntimeError, match="only once"):
+    with pytest.raises(GradientError, match="only once"):
         torch.autograd.grad(loss, ran.watched)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpis.errors import GradientError
 from dpis.gradients import RecordGradients, SlowGradientsWarning
 from dpis.gradients.tape import Tape
 
@@ -46,5 +47,5 @@ def test_rounding_is_no_excuse_for_norms_of_other_gradients(
 ) -> None:
     norms = Tape.norms
     monkeypatch.setattr(Tape, "norms", lambda tape: 0.9 * norms(tape))
-    with pytest.raises(RuntimeError, match=r"even by torch\.func"):
+    with pytest.raises(GradientError, match=r"even by torch\.func"):
         RecordGradients(Rounding(everywhere=False), nn.CrossEntropyLoss())(labelled(8), ones)

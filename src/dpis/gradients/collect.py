@@ -14,7 +14,7 @@ from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
 from dpis.gradients.ownership import refuse_gradients_of
 from dpis.gradients.rules.general import General
-from dpis.gradients.rules.rule import HALF, Call, ParameterFactor, name_of
+from dpis.gradients.rules.rule import Call, ParameterFactor, name_of, widened
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
@@ -63,13 +63,11 @@ def _factors(
     use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]
 ) -> Iterable[ParameterFactor]:
     """What the rule makes of a use, its inputs and gradients in float32 or better."""
-    if use.changed_in_place():
-        name, function = names_in(use.parameters[0].label)[0], name_of(use.key[0])
-        raise RuntimeError(_CHANGED.format(name=name, function=function))
+    use.require_unchanged()
     saved = use.saved.in_full_precision() if isinstance(use.saved, Call) else use.saved
     known = next(grad for grad in grads if grad is not None)
     filled = [
-        _wide(known.new_zeros(shape) if grad is None else grad)
+        widened(known.new_zeros(shape) if grad is None else grad)
         for grad, shape in zip(grads, use.shapes, strict=True)
     ]
     if not isinstance(use.rule, General):
@@ -109,7 +107,7 @@ def _by_autograd(watch: Watch, source: Computed, gradients: Tensor) -> Iterator[
     )
     for (name, parameter), gradient in zip(owners.items(), explicit, strict=True):
         if gradient is not None:
-            yield name, Part(Place.of(parameter, parameter), Dense(_wide(gradient)))
+            yield name, Part(Place.of(parameter, parameter), Dense(widened(gradient)))
 
 
 def _owners(watch: Watch, source: Computed) -> dict[str, Tensor]:
@@ -122,14 +120,3 @@ def _owners(watch: Watch, source: Computed) -> dict[str, Tensor]:
         elif isinstance(origin, Computed):
             owners |= _owners(watch, origin)
     return owners
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
-
-
-_CHANGED = (
-    "The input of {function} with parameter {name} was changed in place after it was used, so the "
-    "gradients of its records can no longer be computed. Use the out-of-place operation "
-    "(dpis.fix(module) turns in-place activations off)."
-)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpis.batches import Batch
-from dpis.errors import CouplingError
+from dpis.errors import CouplingError, InputError
 
 Loss = Callable[[Any, Any], Tensor]
 """``loss(output, target)``: one value a row, or one for the whole batch (a sum or a mean)."""
@@ -35,7 +35,7 @@ def objective_of(loss: Loss) -> Objective:
 
     def objective(module: nn.Module, batch: Batch) -> Tensor:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
-            raise TypeError(
+            raise InputError(
                 "A loss(output, target) needs batches of the form (input, ..., target); found "
                 f"{type(batch).__name__}. For others give objective=, a function of the module and "
                 "the batch that returns one loss a row."
@@ -95,9 +95,10 @@ def _row_by_row(loss: Loss, output: Any, target: Any) -> Tensor:
     if value.ndim:
         return value
     if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
-        raise TypeError(
-            "A loss for the whole batch can only be taken apart if output and target are tensors. Return one loss a "
-            "row, or give objective=."
+        raise InputError(
+            "A loss for the whole batch can only be taken apart where output and target are tensors; found "
+            f"{type(output).__name__} and {type(target).__name__}. What such a loss divides by may depend on all "
+            "records, and the privacy guarantee would not hold. Return one loss a row, or give objective=."
         )
     try:
         each = torch.func.vmap(lambda o, t: loss(o[None], t[None]), randomness="different")
@@ -158,7 +159,7 @@ def weighted_total(
             "guarantee would not hold. Return the losses of the rows, shape [rows]."
         )
     if losses.shape != (rows,):
-        raise ValueError(
+        raise InputError(
             f"One loss a row is required, shape ({rows},); found {tuple(losses.shape)}. Sum or "
             "average over positions and outputs, but not over rows."
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpis import batches
 from dpis.batches import Batch
 from dpis.coupling.forbidden_layers import checked_model
+from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective, objective_of
 from dpis.gradients.recorder import Recorder
 from dpis.gradients.tape import Tape
@@ -86,14 +87,14 @@ class RecordGradients:
         if loss is not None and objective is None:
             objective = objective_of(loss)
         elif loss is not None or objective is None:
-            raise ValueError("Exactly one of loss and objective is required.")
+            raise InputError("Exactly one of loss and objective is required.")
         self._recorder = Recorder(checked_model(module), objective, rows_per_record, check)
         self._given_chunk, self._expected_records = chunk, expected_records
         self._chunk: int | None = None
         self._batch_shaped: bool | None = None
         self.parameters = self._recorder.parameters
         if not self.parameters:
-            raise ValueError("No parameter of the module requires a gradient: nothing to train.")
+            raise InputError("No parameter of the module requires a gradient: nothing to train.")
 
     def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
         """One forward and one backward pass over at least one record, all at once.

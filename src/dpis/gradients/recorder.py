@@ -18,6 +18,7 @@ from dpis import batches
 from dpis.batches import Batch
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.schedule import Looks
+from dpis.errors import GradientError, InputError
 from dpis.gradients.call_plan import (
     Beyond,
     Constant,
@@ -196,7 +197,7 @@ class Recorder:
         now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         same = now.keys() == self.parameters.keys()
         if not same or any(now[name] is not p for name, p in self.parameters.items()):
-            raise RuntimeError(
+            raise GradientError(
                 "The module's trainable parameters must stay those it had when RecordGradients was made; some were "
                 "replaced, added, frozen or thawed since. Their gradients would be neither clipped nor summed. Make a "
                 "new RecordGradients after such a change."
@@ -258,10 +259,10 @@ class Recorder:
                     self._plan = merge(self._plan, self._make_plan(self._few(batch)))
             else:
                 self._plan |= dict.fromkeys(surprises, Beyond("it is called for some records only"))
-        raise RuntimeError(
-            "The model makes other calls at every forward pass, even for the same batch, so the "
-            "places of the records in its tensors cannot be known. Let its control flow depend on "
-            "nothing random."
+        raise GradientError(
+            "The model must make the same calls whenever it is given the same batch, and does not, so "
+            "the places of the records in its tensors cannot be known: nothing could be clipped and no "
+            "privacy promised. Let its control flow depend on nothing random."
         )
 
     def _losses(self, watch: Watch, batch: Batch) -> Tensor:
@@ -346,7 +347,7 @@ class Recorder:
         plain = self._one_by_one(few)
         missing = [name for name in unseen if not plain[name].any()]
         if missing:
-            raise ValueError(
+            raise InputError(
                 f"Every trainable parameter needs a gradient; found none for {', '.join(missing)}. "
                 "The optimizer would move them by noise alone, or not at all. Freeze what the loss "
                 "does not depend on: parameter.requires_grad_(False)."
@@ -373,7 +374,7 @@ class Recorder:
                 self._slow |= dict.fromkeys(off, "the fast gradient differed from autograd's")
                 off = disagreements(self._record(few), plain, half)
         if off:
-            raise RuntimeError(
+            raise GradientError(
                 "Gradients of single records were required to equal those of plain autograd on one "
                 f"record at a time; those of {', '.join(off)} do not, even by torch.func. Records "
                 "may couple, or the model may depend on the batch size. Nothing can be clipped "

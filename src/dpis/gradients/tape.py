@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dpis.errors import InputError
 from dpis.gradients.combine import Part, squared_norms, weighted_sum
 from dpis.gradients.factors.factor import Kept, chosen, kept_by
 
@@ -46,7 +47,7 @@ class Tape:
         not finite does no harm.
         """
         if weights.shape != (self.records,):
-            raise ValueError(
+            raise InputError(
                 f"One weight a record is required: {self.records}; found shape "
                 f"{tuple(weights.shape)}."
             )

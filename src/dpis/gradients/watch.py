@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dpis.errors import CouplingError
+from dpis.errors import CouplingError, GradientError
 from dpis.gradients.aligned import as_aligned
 from dpis.gradients.combine import Place
 from dpis.gradients.rules import RULES
@@ -24,8 +24,6 @@ from dpis.gradients.rules.rule import Call, Rule, name_of
 
 # A call: its function, where its parameters come from, and how often that was seen before.
 Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
-
-
 Shapes = tuple[torch.Size, ...]
 
 
@@ -59,13 +57,16 @@ class Computed(ParameterSource):
     rule: Rule | None
 
 
+Sources = tuple[ParameterSource, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Use:
     """A call whose result depends on the records: what is kept until its gradients are known."""
 
     key: Key
     rule: Rule
-    parameters: tuple[ParameterSource, ...]
+    parameters: Sources
     saved: Any
     held: tuple[tuple[Tensor, int], ...]
     edges: tuple[GradientEdge, ...]
@@ -75,9 +76,15 @@ class Use:
     bytes_inside: int = 0
     batch_shaped: bool = False
 
-    def changed_in_place(self) -> bool:
-        """Whether a tensor that ``saved`` needs no longer holds what the call saw."""
-        return any(tensor._version != version for tensor, version in self.held)
+    def require_unchanged(self) -> None:
+        """Every tensor that ``saved`` needs must still hold what the call saw.
+
+        Raises:
+            GradientError: if one does not.
+        """
+        if any(tensor._version != version for tensor, version in self.held):
+            name = names_in(self.parameters[0].label)[0]
+            raise GradientError(_CHANGED.format(function=name_of(self.key[0]), name=name))
 
 
 class Watch(TorchFunctionMode):
@@ -129,7 +136,18 @@ class Watch(TorchFunctionMode):
         parameters = tuple(self._among(args, kwargs))
         if not parameters or not torch.is_grad_enabled():
             return as_aligned(function, by_name=bool(kwargs))(*args, **kwargs)
-        return self._see(function, args, kwargs, parameters)
+        tensors = tuple(source.tensor for source in parameters)
+        call = Call(function, args, kwargs, tensors, self.record_order)
+        rule = RULES.get(function)
+        if rule is not None and rule.accepts(call):
+            return self._run_with_rule(call, parameters, rule)
+        if changes_its_argument(function):
+            named = ", ".join(dict.fromkeys(n for p in parameters for n in names_in(p.label)))
+            raise GradientError(_IN_PLACE.format(name_of(function), named))
+        if is_composite(function):
+            with self:
+                return opened(function)(*args, **kwargs)
+        return self._run_without_rule(call, parameters)
 
     def backward(self, loss: Tensor, uses: Sequence[Use]) -> list[list[Tensor | None]]:
         """The gradients of all watched tensors of some uses, in one backward pass that computes nothing else.
@@ -142,17 +160,18 @@ class Watch(TorchFunctionMode):
             return [[None for _ in use.edges] for use in uses]
         self._replays = True
         self._seen.clear()
-        with self if self._may_run_again else nullcontext():
-            gradients = iter(opened(torch.autograd.grad)(loss, edges, allow_unused=True))
+        try:
+            with self if self._may_run_again else nullcontext():
+                gradients = iter(opened(torch.autograd.grad)(loss, edges, allow_unused=True))
+        except RuntimeError:
+            for use in uses:
+                use.require_unchanged()  # the likely reason, in plain words
+            raise
         return [[next(gradients) for _ in use.edges] for use in uses]
 
     def source_of(self, tensor: Tensor) -> ParameterSource:
         """Where a tensor that the watch follows comes from."""
         return self._sources[id(tensor)]
-
-    def follows(self, tensor: Tensor) -> bool:
-        """Whether the tensor is made of parameters alone, as far as the plan tells."""
-        return id(tensor) in self._sources
 
     def _among(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ParameterSource]:
         """The sources among the arguments; lists of tensors are looked into."""
@@ -163,67 +182,52 @@ class Watch(TorchFunctionMode):
             elif isinstance(argument, tuple | list):
                 yield from (sources[id(item)] for item in argument if id(item) in sources)
 
-    def _see(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        parameters: tuple[ParameterSource, ...],
-    ) -> Any:
-        tensors = tuple(source.tensor for source in parameters)
-        call = Call(function, args, kwargs, tensors, self.record_order)
-        rule = RULES.get(function)
-        if rule is not None and not rule.accepts(call):
-            rule = None
-        if rule is None and changes_its_argument(function):
-            named = ", ".join(dict.fromkeys(n for p in parameters for n in names_in(p.label)))
-            raise RuntimeError(_IN_PLACE.format(name_of(function), named))
-        if rule is None:
-            if is_composite(function):
-                with self:
-                    return opened(function)(*args, **kwargs)
-            result = function(*args, **kwargs)
-            if self._follow_views(result, parameters):
-                return result
-        key = self._key(function, parameters)
+    def _run_with_rule(self, call: Call, parameters: Sources, rule: Rule) -> Any:
+        key = self._key(call, parameters)
         if self._constant(key):
-            result = function(*args, **kwargs) if rule is not None else result
-            self._follow_computed(result, key, call, rule)
+            return self._follow_computed(call.result(), key, call, rule)
+        return self._keep_use(key, call, parameters, self._rule_of(key) or rule)
+
+    def _run_without_rule(self, call: Call, parameters: Sources) -> Any:
+        result = call.result()
+        if self._follow_views(result, parameters):
             return result
-        rule = self._rule_of(key) or rule or General()
+        key = self._key(call, parameters)
+        if self._constant(key):
+            return self._follow_computed(result, key, call, None)
+        return self._keep_use(key, call, parameters, self._rule_of(key) or General())
+
+    def _keep_use(self, key: Key, call: Call, parameters: Sources, rule: Rule) -> Any:
+        """Run a call that depends on the records, and keep what its factors need."""
         ran = rule.run(call)
         if self._replays:
             self.ran_again = True
         elif ran.watched:
-            held = tuple((tensor, tensor._version) for tensor in ran.held)
-            edges = tuple(get_gradient_edge(tensor) for tensor in ran.watched)
-            shapes = tuple(tensor.shape for tensor in ran.watched)
-            watched = ran.watched if self._keep_watched else ()
             use = Use(
                 key,
                 rule,
                 parameters,
                 ran.saved,
-                held,
-                edges,
-                shapes,
-                self.record_order,
-                watched,
-                ran.bytes_inside,
-                ran.batch_shaped,
+                held=tuple((tensor, tensor._version) for tensor in ran.held),
+                edges=tuple(get_gradient_edge(tensor) for tensor in ran.watched),
+                shapes=tuple(tensor.shape for tensor in ran.watched),
+                record_order=self.record_order,
+                watched=ran.watched if self._keep_watched else (),
+                bytes_inside=ran.bytes_inside,
+                batch_shaped=ran.batch_shaped,
             )
             self.uses.append(use)
         return ran.result
 
-    def _key(self, function: Callable[..., Any], parameters: tuple[ParameterSource, ...]) -> Key:
-        signature = (function, tuple(source.label for source in parameters))
+    def _key(self, call: Call, parameters: Sources) -> Key:
+        signature = (call.function, tuple(source.label for source in parameters))
         self._seen[signature] += 1
         return (*signature, self._seen[signature])
 
     def _follow(self, source: ParameterSource) -> None:
         self._sources[id(source.tensor)] = source
 
-    def _follow_views(self, result: Any, parameters: tuple[ParameterSource, ...]) -> bool:
+    def _follow_views(self, result: Any, parameters: Sources) -> bool:
         """Follow views of a parameter; whether nothing else in the result has a gradient."""
         tensors = differentiable(result)
         if not tensors:
@@ -232,20 +236,21 @@ class Watch(TorchFunctionMode):
         if not isinstance(shown, Shown) or len(parameters) != 1:
             return all(id(tensor) in self._sources for tensor in tensors)
         owner = shown.parameter
-        views = [t for t in tensors if t is not owner and t._base is owner]
-        places = [Place.of(view, owner) for view in views]
-        odd = any(place.repeats for place in places) or any(v.dtype != owner.dtype for v in views)
+        views = [(t, Place.of(t, owner)) for t in tensors if t is not owner and t._base is owner]
+        odd = any(place.repeats or view.dtype != owner.dtype for view, place in views)
         if odd or not all(t is owner or t._base is owner for t in tensors):
             return False
-        for view, place in zip(views, places, strict=True):
+        for view, place in views:
             self._follow(Shown(view, (shown.name, place), shown.name, owner, place))
         return True
 
-    def _follow_computed(self, result: Any, key: Key, call: Call, rule: Rule | None) -> None:
+    def _follow_computed(self, result: Any, key: Key, call: Call, rule: Rule | None) -> Any:
+        """Follow what a call made of parameters alone, and hand it on."""
         tensors = differentiable(result)
         self.constants[key] = tuple(tensor.shape for tensor in tensors)
         for index, tensor in enumerate(tensors):
             self._follow(Computed(tensor, (key, index), call, rule))
+        return result
 
 
 def names_in(label: Any) -> list[str]:
@@ -261,25 +266,24 @@ def names_in(label: Any) -> list[str]:
 def changes_its_argument(function: Callable[..., Any]) -> bool:
     """Whether a function works in place, by its name: ``mul_``, ``__imul__``, ``__setitem__``."""
     name = name_of(function)
-    if name.startswith("__"):
-        return name in _IN_PLACE_OPERATORS
-    return name.endswith("_")
+    return name in _IN_PLACE_OPERATORS if name.startswith("__") else name.endswith("_")
 
 
-_IN_PLACE_OPERATORS = {
-    "__setitem__",
-    *(
-        f"__i{name}__"
-        for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
-    ),
-}
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
+_IN_PLACE_OPERATORS = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 _BATCH_NORM = (
     "Batch normalisation in training mode normalises by statistics of the whole batch: records then influence one "
     "another and the privacy guarantee does not hold. Use group_norm, or dpis.fix(module) where it is a layer."
 )
+_CHANGED = (
+    "The input of a layer must stay as it was, but that of {function} with parameter {name} was changed in place after "
+    "it was used: the gradients of its records can no longer be computed, so nothing could be clipped. Use the "
+    "out-of-place operation (dpis.fix(module) turns in-place activations off)."
+)
 _IN_PLACE = (
-    "{0} changes a tensor in place with parameter {1}: where gradients pass can then not be followed, so nothing could "
-    "be clipped safely. Write it out of place: h = h * scale instead of h *= scale."
+    "Parameters must not be used in place, but {0} changes a tensor in place with parameter {1}: where gradients pass "
+    "can then not be followed, so nothing could be clipped and no privacy promised. Write it out of place: "
+    "h = h * scale instead of h *= scale."
 )
 
 

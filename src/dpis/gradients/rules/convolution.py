@@ -65,7 +65,7 @@ class Convolution(Rule):
             if call.args
             else replace(call, kwargs={**call.kwargs, "input": channels_last(x)})
         )
-        result = call.function(*last.args, **last.kwargs).contiguous()
+        result = last.result().contiguous()
         return Ran(result, watched=(result,), saved=last)
 
     def factors(

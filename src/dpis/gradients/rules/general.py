@@ -29,7 +29,7 @@ class General(Rule):
 
     def run(self, call: Call) -> Ran:
         """Run the function; watch whatever of its result has a gradient."""
-        result = call.function(*call.args, **call.kwargs)
+        result = call.result()
         results = result if isinstance(result, tuple | list) else (result,)
         watched = tuple(t for t in results if isinstance(t, Tensor) and t.requires_grad)
         held = tuple(t for t in arguments(call) if not call.wants(t))

@@ -36,6 +36,10 @@ class Call:
     parameters: tuple[Tensor, ...] = ()
     record_order: Tensor | None = None
 
+    def result(self) -> Any:
+        """What the function returns."""
+        return self.function(*self.args, **self.kwargs)
+
     def wants(self, tensor: Any) -> bool:
         """Whether this argument is a parameter whose gradients are asked for."""
         return any(tensor is parameter for parameter in self.parameters)
@@ -103,7 +107,7 @@ class Rule(ABC):
         A rule overrides this only where the gradients it needs are not those of the function's
         output. Recurrence does: it watches the pre-activations of the gates.
         """
-        result = call.function(*call.args, **call.kwargs)
+        result = call.result()
         return Ran(result, watched=(result,), saved=call, held=call.inputs())
 
     def accepts(self, call: Call) -> bool:

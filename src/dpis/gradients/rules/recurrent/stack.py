@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from dpis.errors import GradientError
 from dpis.gradients.aligned import cut, filled_up
 from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
@@ -125,7 +126,10 @@ class _Link(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor) -> tuple[Tensor | None, ...]:
         trace: LayerTrace | None = ctx.trace
         if trace is None:
-            raise RuntimeError("a recurrence can run backwards only once for each forward pass")
+            raise GradientError(
+                "A recurrence can run backwards only once for each forward pass, and was asked to run again: what the "
+                "first pass overwrote would give wrong gradients, clipped too little. Run the model once more."
+            )
         ctx.trace = None  # backward overwrites it
         sequence_grad, *final_grads = output_grads
         unseen = torch._C.DisableTorchFunction()  # a watch that looks at every step takes time
