@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpis.coupling.forbidden_layers import fix
 from dpis.errors import CouplingError, GradientError, InputError
 from dpis.gradients import RecordGradients, SlowGradientsWarning
+from dpis.gradients.call_plan import MOST_ROUNDS
 from dpis.gradients.rules.linear import Linear
 from tests.gradients.problems import function, mlp, square
 
@@ -84,6 +85,22 @@ class TestRefused:
             RecordGradients(mlp(), objective=lambda m, b: square(m, b).detach()).record(
                 (torch.randn(4, 6),)
             )
+
+    def test_a_parameter_behind_too_long_a_chain(self) -> None:
+        def chained(m: nn.Module, x: Tensor) -> Tensor:
+            scale = m.scale
+            for _ in range(MOST_ROUNDS + 1):
+                scale = torch.tanh(scale)
+            return x * scale
+
+        gradients = RecordGradients(function(chained, scale=(6,))(), objective=square)
+        with pytest.raises(GradientError, match=r"at most 50 calls.*no privacy"):
+            gradients.record((torch.randn(4, 6),))
+
+    def test_a_loss_that_is_no_tensor(self) -> None:
+        gradients = RecordGradients(nn.Linear(6, 2), objective=lambda module, batch: 0.5)
+        with pytest.raises(InputError, match=r"as a tensor; found a value of type float"):
+            gradients.record((torch.randn(4, 6),))
 
     def test_an_input_changed_in_place(self) -> None:
         def changed(m: nn.Module, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpis import batches
 from dpis.batches import Batch
+from dpis.errors import GradientError, InputError
 from dpis.gradients.evidence import (
     Trace,
     gradients_of,
@@ -19,7 +20,7 @@ from dpis.gradients.evidence import (
 )
 from dpis.gradients.layout import Growth, Layout, find_growth
 from dpis.gradients.rules.general import General, arguments
-from dpis.gradients.rules.rule import Call, Rule, name_of
+from dpis.gradients.rules.rule import Rule, name_of
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
 
@@ -79,12 +80,12 @@ MOST_ROUNDS = 50
 
 Verdict = Constant | Placed | Beyond
 Plan = dict[Key, Verdict]
-# Runs the model under a watch and returns the loss of every row (or one for all).
-Forward = Callable[[Watch, Batch], Tensor]
+# Runs the model and the loss under a watch: the loss of every row (or one for all).
+WatchedLosses = Callable[[Watch, Batch], Tensor]
 
 
 def make_plan(
-    forward: Forward, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
+    losses: WatchedLosses, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
 ) -> Findings:
     """Judge every call from a few forward passes on two and three records.
 
@@ -93,37 +94,41 @@ def make_plan(
     flattened records and positions into one dimension, and whether records couple.
 
     Args:
-        forward: runs the model and the loss under a watch.
+        losses: runs the model and the loss under a watch.
         new_watch: makes a watch that follows a plan.
         batch: at least three records.
         K: rows of a record.
 
     Raises:
         CouplingError: if changing one record changes another's loss or activations.
+        GradientError: if a parameter is computed by too many calls in a row.
     """
+
+    def traced(plan: Plan, batch: Batch) -> Trace:
+        return _trace(losses, new_watch(plan), batch)
+
     device = batches.device(batch)
-    small, large = (
+    two, three = (
         batches.take(batch, batches.rows_of_records(torch.arange(n, device=device), K))
         for n in (2, 3)
     )
-    plan: Plan = {}
+    constants: Plan = {}
     for _ in range(MOST_ROUNDS):
-        few, more = (_trace(forward, new_watch(plan), b) for b in (small, large))
+        few, more = traced(constants, two), traced(constants, three)
         judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
-        constants = _constants(few, more, judged)
-        if constants.keys() == plan.keys():
+        found = _constants(few, more, judged)
+        if found.keys() == constants.keys():
             break
-        plan = constants
+        constants = found
     else:
-        raise RuntimeError("Which calls depend on no record did not settle: a fault in dpis.plan.")
+        raise GradientError(_TOO_LONG_A_CHAIN)
     batch_shaped = any(use.batch_shaped for use in more.uses.values())
     ran_again = False
     for record in range(3):
         try:
-            moved = _trace(forward, new_watch(plan), with_one_changed(large, record, K))
+            moved = traced(constants, with_one_changed(three, record, K))
         except RuntimeError:  # the model may want its records in some order
-            changed = with_one_changed(large, record, K, keep_order=True)
-            moved = _trace(forward, new_watch(plan), changed)
+            moved = traced(constants, with_one_changed(three, record, K, keep_order=True))
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
         gradients = gradients_of(moved, record, K)
@@ -133,8 +138,10 @@ def make_plan(
                 after, own = moved.uses.get(key), gradients.get(key, [])
                 growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
                 judged[key] = replace(verdict, growths=growths)
-    judged = {key: _settled(verdict) for key, verdict in judged.items()}
-    return Findings(plan | judged, _bytes(more) // 3, batch_shaped, ran_again)
+    for key, verdict in judged.items():
+        if isinstance(verdict, Placed) and not all(growth.settled for growth in verdict.growths):
+            judged[key] = Beyond("records and positions share a dimension in an unknown order")
+    return Findings(constants | judged, _bytes(more) // 3, batch_shaped, ran_again)
 
 
 def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
@@ -143,13 +150,12 @@ def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
     To follow the result of one such call may show others, and may change the keys of those that use
     it: what no longer holds is dropped, and a further round decides.
     """
-    new: Plan = {key: verdict for key, verdict in judged.items() if isinstance(verdict, Constant)}
     known: Plan = {
         key: Constant(frozenset({shapes}))
         for key, shapes in more.constants.items()
         if few.constants.get(key) == shapes
     }
-    return known | new
+    return known | {key: found for key, found in judged.items() if isinstance(found, Constant)}
 
 
 def merge(old: Plan, new: Plan) -> Plan:
@@ -198,11 +204,16 @@ def general(plan: Plan) -> dict[str, str]:
     }
 
 
-def _trace(forward: Forward, watch: Watch, batch: Batch) -> Trace:
+def _trace(losses: WatchedLosses, watch: Watch, batch: Batch) -> Trace:
     with torch.random.fork_rng():
         torch.manual_seed(0)  # the same dropout every time
-        losses = forward(watch, batch)
-    return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, losses)
+        found = losses(watch, batch)
+    if not isinstance(found, Tensor):
+        raise InputError(
+            f"One loss a row is required, as a tensor; found a value of type {type(found).__name__}. Without the "
+            "losses of single records nothing can be clipped. Return the losses as torch computed them, shape [rows]."
+        )
+    return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, found)
 
 
 def _bytes(trace: Trace) -> int:
@@ -232,9 +243,9 @@ def _judge(few: Use | None, more: Use, K: int) -> Verdict:
     if any(growth is None for growth in growths):
         return Beyond("no single dimension of its result grows with the batch")
     placed = tuple(growth for growth in growths if growth is not None)
-    if not isinstance(more.rule, General):
-        return Placed(more.rule, placed)
-    return _judge_general(few, more, placed, K)
+    if isinstance(more.rule, General):
+        return _judge_general(few, more, placed, K)
+    return Placed(more.rule, placed)
 
 
 def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> Verdict:
@@ -242,24 +253,20 @@ def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> 
     name = name_of(more.key[0])
     if len(growths) != 1 or growths[0].merged or (name.endswith("_") and name[-2:] != "__"):
         return Beyond("it changes its argument, flattens records, or has several results")
-    shapes = _argument_shapes(few.saved), _argument_shapes(more.saved)
-    if len(shapes[0]) != len(shapes[1]):
+    two, three = arguments(few.saved), arguments(more.saved)
+    if len(two) != len(three):
         return Beyond("the number of its arguments grows with the batch")
     rows_of: list[int | None] = []
-    for a, b in zip(*shapes, strict=True):
-        growth = find_growth(a, b, K) if a != b else None
-        if a != b and (growth is None or growth.merged):
+    for a, b in zip(two, three, strict=True):
+        growth = find_growth(a.shape, b.shape, K)
+        if a.shape != b.shape and (growth is None or growth.merged):
             return Beyond("records and positions share a dimension of its argument")
         rows_of.append(None if growth is None else growth.dim)
     return Placed(General(tuple(rows_of)), growths)
 
 
-def _argument_shapes(call: Call) -> list[torch.Size]:
-    return [tensor.shape for tensor in arguments(call)]
-
-
-def _settled(verdict: Verdict) -> Verdict:
-    """A verdict whose dimensions have one order left."""
-    if isinstance(verdict, Placed) and any(not growth.settled for growth in verdict.growths):
-        return Beyond("records and positions share a dimension in an order that did not show")
-    return verdict
+_TOO_LONG_A_CHAIN = (
+    f"A parameter may pass through at most {MOST_ROUNDS} calls before it meets a record; found more (or calls that "
+    "change from pass to pass). Where its gradients pass could not be followed, so nothing could be clipped and no "
+    "privacy promised. Compute it in fewer steps, outside of the model if it is fixed, or freeze the parameter."
+)

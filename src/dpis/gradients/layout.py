@@ -105,10 +105,7 @@ def find_growth(two: torch.Size, three: torch.Size, rows_per_record: int) -> Gro
     if len(grown) != 1 or 3 * two[grown[0]] != 2 * three[grown[0]]:
         return None
     per_record = two[grown[0]] // 2
-    if per_record % rows_per_record == 0:
-        return _growth(grown[0], 1, per_record > rows_per_record)
-    return _growth(grown[0], rows_per_record, per_record > 1)
-
-
-def _growth(dim: int, rows_per_unit: int, merged: bool) -> Growth:
-    return Growth(dim, rows_per_unit, merged, record_major=None if merged else True)
+    counts_rows = per_record % rows_per_record == 0
+    merged = per_record > (rows_per_record if counts_rows else 1)
+    rows_per_unit = 1 if counts_rows else rows_per_record
+    return Growth(grown[0], rows_per_unit, merged, record_major=None if merged else True)

@@ -33,7 +33,7 @@ from dpis.gradients.call_plan import (
 from dpis.gradients.collect import beyond, collect
 from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.factors import Dense
-from dpis.gradients.fallback import SlowGradientsWarning, one_by_one, per_record_gradients
+from dpis.gradients.fallback import SlowGradients, SlowGradientsWarning
 from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.ownership import probe
 from dpis.gradients.rules.general import General
@@ -299,9 +299,8 @@ class Recorder:
         """The parameters that no rule covers, by ``torch.func`` over the whole model."""
         self._slow |= slow
         wanted = {name: self.parameters[name] for name in slow}
-        explicit = per_record_gradients(
-            self.module, self._loss_of_record, wanted, batch, records, present
-        )
+        slowly = SlowGradients(self.module, self._loss_of_record, wanted)
+        explicit = slowly.of(batch, records, present)
         return {
             name: [Part(Place.of(wanted[name], wanted[name]), Dense(gradients))]
             for name, gradients in explicit.items()
@@ -397,7 +396,8 @@ class Recorder:
 
     def _one_by_one(self, few: Batch) -> dict[str, Tensor]:
         records = batches.records(few, self.rows_per_record)
-        return one_by_one(self.module, self._loss_of_record, self.parameters, few, records)
+        slowly = SlowGradients(self.module, self._loss_of_record, self.parameters)
+        return slowly.one_by_one(few, records)
 
     def _few(self, batch: Batch) -> Batch:
         """Three records; fewer are repeated."""
