@@ -1,4 +1,4 @@
-"""``summary.json``, what a finished run says of itself: written with nothing private and no times, read with suspicion."""
+"""``summary.json``: what a finished run says of itself. Written without private values, read with suspicion."""
 
 from __future__ import annotations
 

@@ -106,18 +106,15 @@ def build(expression: str) -> nn.Module:
 
 def _built(node: ast.expr) -> nn.Module:
     """A call of a layer of ``torch.nn`` with layers and plain values; nothing else is run, whoever wrote the file."""
-    layer = (
-        node.func.attr
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        else ""
-    )
-    owner = node.func.value if layer else None  # type: ignore[attr-defined]
-    kind = getattr(nn, layer, None) if isinstance(owner, ast.Name) and owner.id == "nn" else None
+    match node:
+        case ast.Call(ast.Attribute(ast.Name("nn"), name), arguments, keywords):
+            kind = getattr(nn, name, None)
+        case _:
+            kind, arguments, keywords = None, [], []
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InputError(f"not an architecture of torch's own layers: {ast.unparse(node)[:60]!r}")
-    assert isinstance(node, ast.Call)
-    args = [_built(a) if isinstance(a, ast.Call) else ast.literal_eval(a) for a in node.args]
-    settings = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    args = [_built(a) if isinstance(a, ast.Call) else ast.literal_eval(a) for a in arguments]
+    settings = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
     module: nn.Module = kind(*args, **settings)
     return module
 

@@ -23,7 +23,7 @@ Plain = str | bool | int | float | complex | None
 
 
 def described(value: Any, met: dict[int, Any] | None = None) -> str:
-    """A setting, a function or an object by its name, its code and its plain attributes, the same in every process.
+    """A setting, a function or an object as text: its name, its code, its plain attributes. The same in every process.
 
     Code of installed packages shows by name alone.
 
@@ -54,15 +54,11 @@ def described(value: Any, met: dict[int, Any] | None = None) -> str:
         return f"{name_of(value)}{_code(value, met)}"
     if hasattr(value, "__qualname__"):
         return name_of(value)
-    attributes = getattr(value, "__dict__", {})
-    own = {k: v for k, v in attributes.items() if _is_plain(v) and k != "training"}
+    own = _plain_attributes(value)
     if isinstance(value, nn.Module):
-        own |= {name: buffer for name, buffer in value._buffers.items() if buffer is not None}
-        own |= {
-            name: p
-            for name, p in value._parameters.items()
-            if p is not None and not p.requires_grad
-        }
+        frozen = {n: p for n, p in value._parameters.items() if p is None or not p.requires_grad}
+        tensors = value._buffers | frozen
+        own |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
         own |= value._modules
     return f"{also(type(value))} {also(own)}"
 
@@ -105,9 +101,7 @@ def described_optimizer(optimizer: Optimizer) -> str:
         settings["lr"] = group.get("initial_lr", group.get("lr"))
         groups.append({**settings, "params": len(group["params"])})
     hooks = _hooks(optimizer, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return (
-        f"{type(optimizer).__qualname__}{_code(type(optimizer), {})} {described([groups, hooks])}"
-    )
+    return f"{_kind(optimizer)} {described([groups, hooks])}"
 
 
 def described_scheduler(scheduler: LRScheduler | ReduceLROnPlateau | None) -> str:
@@ -134,25 +128,29 @@ def _calls(value: Any) -> bool:
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
-    own = {name: v for name, v in vars(layer).items() if _is_plain(v) and name != "training"}
+    own = _plain_attributes(layer)
     if "forward" in vars(layer):
         own["forward"] = described(vars(layer)["forward"])
-    if hooks := _hooks(layer, *_LAYER_HOOKS):
+    kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+    if hooks := _hooks(layer, *kinds):
         own["hooks"] = described(hooks)
-    return {"": f"{type(layer).__qualname__}{_code(type(layer), {})}", **own}
+    return {"": _kind(layer), **own}
 
 
-_LAYER_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+def _kind(value: object) -> str:
+    """The name of its class, and what that does."""
+    return f"{type(value).__qualname__}{_code(type(value), {})}"
 
 
 def _hooks(owner: nn.Module | Optimizer, *kinds: str) -> list[Any]:
     """What is called around a layer or a step of an optimizer."""
     return [hook for kind in kinds for hook in getattr(owner, kind).values()]
+
+
+def _plain_attributes(value: object) -> dict[str, Any]:
+    """Numbers, texts and lists of these; not whether a layer is in training mode at the moment."""
+    own = getattr(value, "__dict__", {})
+    return {name: v for name, v in own.items() if _is_plain(v) and name != "training"}
 
 
 def _is_plain(value: object) -> bool:
