@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -214,7 +215,7 @@ def _origin_lines(rows: Sequence[Row]) -> Iterator[str]:
         found = Counter(str(row.get(name) or "not said") for row in rows)
         if found:
             yield f"{what}: " + "; ".join(
-                f"{value} ({n:,} rows)" for value, n in found.most_common()
+                f"{value} ({n:,} row{'' if n == 1 else 's'})" for value, n in found.most_common()
             )
     yield "Published figures: section 5 of the DPIS paper (CCS 2022), means of five runs; DPSUR (VLDB 2024)."
 
@@ -271,21 +272,24 @@ def render_text(rows: Sequence[Row]) -> str:
 def _text_lines(rows: Sequence[Row]) -> Iterator[str]:
     yield f"# {TITLE}"
     yield ""
-    yield _lead(rows)
-    yield "A cell: our mean (spread; seeds), then the paper's figure and the difference."
+    how_to_read = "A cell: our mean (spread; seeds), then the paper's figure and the difference."
+    yield from _wrapped(f"{_lead(rows)} {how_to_read}")
     if not rows:
         yield ""
         yield f"Nothing has been run yet: run `{HOW_TO_RUN}`."
     for one in sections(rows):
-        yield from ("", f"## {one.title}", "", " ".join(filter(None, (one.intro, verdict(one)))))
+        yield from ("", f"## {one.title}")
+        for paragraph in filter(None, (one.intro, verdict(one))):
+            yield from ("", *_wrapped(paragraph))
         for block in one.blocks:
-            yield from ("", f"**{ACCOUNTS[block.account]}.**" if len(one.blocks) > 1 else "")
+            if len(one.blocks) > 1:
+                yield from ("", *_wrapped(f"**{ACCOUNTS[block.account]}.**"))
             for table in block.tables:
                 yield from _text_table(table)
     yield from ("", "## Where the numbers come from", "")
     odd = (f"Do not belong together: {text}" for text in mixed(rows))
     for line in (*_origin_lines(rows), *odd):
-        yield f"- {_escaped(line)}"
+        yield from _wrapped(f"- {_escaped(line)}", "  ")
 
 
 def _text_table(table: Table) -> Iterator[str]:
@@ -311,6 +315,13 @@ def _text_cell(cell: Comparison, reference: bool) -> str:
     if cell.difference is not None:
         said.append(signed(cell.difference))
     return ", ".join(filter(None, said))
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """As Markdown is written: lines of at most 100 characters."""
+    return textwrap.wrap(
+        text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _text_row(cells: Sequence[str]) -> str:

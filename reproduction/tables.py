@@ -295,7 +295,7 @@ def _blocks(
                 for dataset in published.DATASETS
                 for line in lines(dataset, [row for row in mine if row["dataset"] == dataset])
             ]
-            blocks.append(Block(account, (Table("", "data set", heads, tuple(made)),)))
+            blocks.append(Block(account, (Table("", "dataset", heads, tuple(made)),)))
     return tuple(blocks)
 
 
@@ -337,10 +337,10 @@ def _ours(rows: Sequence[Row]) -> Section:
         grid = published.TABLE_3[dataset]["dpis-adaptive"]
         cells = tuple(Comparison(None, grid.at(epsilon)) for epsilon in epsilons)
         lines.append(Line("DPIS", "as published", cells, reference=True))
-    table = Table("", "data set", tuple(map(at_epsilon, epsilons)), tuple(lines))
+    table = Table("", "dataset", tuple(map(at_epsilon, epsilons)), tuple(lines))
     return Section(
         "ours",
-        "Beyond the paper: one recipe for each data set",
+        "Beyond the paper: one recipe for each dataset",
         "Predeclared DPIS, accounted by PLD; the recipe was chosen on validation records, not searched anew at every "
         f"epsilon. Beside it the figures of DPSUR, which are higher than the paper's ({published.DPSUR_REMARK}).",
         (Block("pld", (table,)),),
