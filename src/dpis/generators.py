@@ -27,9 +27,11 @@ _WORDS = 624
 @contextmanager
 def seeded_torch(stream: Stream) -> Iterator[None]:
     """Torch's generators filled from a stream; as they were, afterwards."""
+    seed = _seed(stream.bytes(8))
     with _forked_torch():
-        torch.manual_seed(_seed(stream.bytes(8)))  # of accelerators, which keep all of it
-        torch.set_rng_state(_torch_state(stream))
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)  # of accelerators, which keep all of it; a millisecond by itself
+        torch.default_generator.set_state(_torch_state(stream))
         yield
 
 
@@ -134,14 +136,16 @@ def chance_of(stream: Stream) -> bytes:
 
 @contextmanager
 def _forked_torch() -> Iterator[None]:
-    if not torch.accelerator.is_available():
-        with torch.random.fork_rng(()):
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is not None:
+        with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=kind.type):
             yield
         return
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    with torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=kind.type):
+    before = torch.default_generator.get_state()
+    try:
         yield
+    finally:
+        torch.default_generator.set_state(before)
 
 
 def _torch_state(stream: Stream) -> Tensor:
