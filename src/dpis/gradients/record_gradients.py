@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ Weigh = Callable[[Tensor, Tensor], Tensor]
 # What the activations of one chunk may take: larger chunks fall out of the caches.
 CHUNK_BYTES = 64 << 20
 LARGEST_CHUNK = 512
+# Below so much to fill a chunk up costs less than a second pass: nearly every batch should fit one.
+CHEAP_BYTES = 1 << 20
 # Vector kernels treat the entries that do not fill their last vectors by other code, which rounds differently. With
 # whole vectors of records there are none, in whatever order records and features lie.
 LANES = 64 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 32
@@ -159,8 +162,11 @@ class RecordGradients:
         """How many records run at once: fixed by the model and the sizes of one record."""
         if self._chunk is None:
             self._recorder.prepare(batch)
-            fitting = CHUNK_BYTES // max(1, self._recorder.bytes_per_record)
-            wanted = self._given_chunk or min(LARGEST_CHUNK, self._expected_records)
+            bytes_per_record = max(1, self._recorder.bytes_per_record)
+            fitting = CHUNK_BYTES // bytes_per_record
+            usual = min(LARGEST_CHUNK, self._expected_records)
+            most = min(LARGEST_CHUNK, usual + math.ceil(4 * math.sqrt(usual)))  # of Poisson draws
+            wanted = self._given_chunk or (most if most * bytes_per_record < CHEAP_BYTES else usual)
             whole_lanes = LANES * -(-wanted // LANES)
             power_of_two = 1 << max(0, fitting.bit_length() - 1)
             self._chunk = (
