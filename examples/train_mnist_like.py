@@ -25,9 +25,10 @@ def main() -> None:
     result = dpis.train(
         model, train, nn.CrossEntropyLoss(),
         epsilon=3.0, delta=1e-5, n_public=10_000,   # a public number of records
-        batch_size=500, equivalent_batch=1000,      # the noise of DP-SGD at 1,000 for fewer gradients
-        epochs=10, clip_norm=0.1, lr=2.0, ema=0.95,
-        held_out=test, progress=True,
+        batch_size=500, epochs=10, lr=2.0, held_out=test,
+        # the noise of DP-SGD at a batch of 1,000 for fewer gradients
+        privacy=dpis.Privacy(equivalent_batch=1000, clip_norm=0.1),
+        training=dpis.Training(ema=0.95, progress=True),
     )  # fmt: skip
     print(
         f"accuracy {100 * result.metrics['accuracy']:.1f} % with {result.claim}, in {result.folder}"

@@ -7,13 +7,24 @@ import math
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, get_type_hints
 
+from dpis.app.commands.flags import shell_type
+from dpis.app.jobs.options import JobOptions, shell_knobs
 from dpis.errors import InputError
 from reproduction import published, recipes
 from reproduction.recipes import PAPER, RECORDS, TABLE_3, Options
 
 TABLES = ("table3", "table4", "table5", "table6", "figure1")
+
+WORDS = {
+    "a_e": "reserve_share",
+    "c_star": "clip_ceiling",
+    "k": "headroom",
+    "lambda_": "clip_scale",
+}
+"""The paper's letters, by which recipes and rows call some options, in the words of `dpis train`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class TableCell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything that `dpis train` is asked for, but for the folder."""
+        """Everything that `dpis train` is asked for, but for the folder. Rows are told apart by it."""
         options: dict[str, Any] = {
             "dataset": self.dataset,
             "method": self.method,
@@ -68,13 +79,21 @@ class TableCell:
                 options["accountant"] = self.accountant
         return {name: value for name, value in options.items() if value is not None}
 
+    def job(self, folder: Path) -> JobOptions:
+        """The same, as `dpis train` takes it."""
+        return JobOptions.from_json({**self._in_words, "out": str(folder)})
+
+    @property
+    def _in_words(self) -> dict[str, Any]:
+        return {WORDS.get(name, name): value for name, value in self.options.items()}
+
     @property
     def command(self) -> str:
         """What a person types to run it again."""
         words = ["dpis", "train", self.dataset]
-        for name, value in self.options.items():
+        for name, value in self._in_words.items():
             if name != "dataset" and value is not False:
-                flag = "--" + name.rstrip("_").replace("_", "-")
+                flag = JobOptions.called(name)
                 words += [flag] if value is True else [flag, str(value).removesuffix(".0")]
         return shlex.join(words)
 
@@ -252,7 +271,7 @@ def for_validation(cell: TableCell, changes: Collection[str]) -> TableCell:
     settings = dict(cell.settings)
     for change in changes:
         name, equals, value = change.partition("=")
-        name = {"lambda": "lambda_"}.get(name, name)
+        name = {word: letter for letter, word in WORDS.items()}.get(name, name)
         kind = _searchable(name)
         try:
             if not (equals and value):
@@ -265,12 +284,8 @@ def for_validation(cell: TableCell, changes: Collection[str]) -> TableCell:
 
 def _searchable(name: str) -> Callable[[str], Any]:
     """What makes a value of that option from text, by its type; options that a cell fixes itself are refused."""
-    from dpis.app.jobs.options import JobOptions  # and with it torch, which a report does without
-
-    kinds = set(get_args(get_type_hints(JobOptions).get(name, bool))) - {type(None)}
-    if name == "optimizer":
-        return str
-    if name in FIXED or len(kinds) != 1:
+    word = WORDS.get(name, name)
+    kind: Any = shell_type(get_type_hints(JobOptions)[word]) if word in shell_knobs() else bool
+    if name in FIXED or kind not in (int, float, str):
         raise InputError(f"--set {name}: not an option of `dpis train` that can be searched over")
-    kind: Callable[[str], Any] = kinds.pop()
-    return kind
+    return kind  # type: ignore[no-any-return]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dpis import defaults
 from dpis.errors import InputError
+from dpis.options import Privacy
 from reproduction.cells import TABLES
 from reproduction.recipes import RECORDS
 
@@ -129,7 +129,7 @@ def _problem(row: Row) -> str | None:
 
 # ── what rows say ────────────────────────────────────────────────────────────────────────────────────
 
-DEFAULTS = {"a_e": defaults.A_E, "k": defaults.HEADROOM}
+DEFAULTS = {"a_e": Privacy.reserve_share, "k": Privacy.headroom}
 """What `dpis train` takes where a row's options say nothing."""
 
 

@@ -123,7 +123,7 @@ def _work(cell: TableCell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
 
 def run_cell(cell: TableCell, runs: Path, commit: str) -> tuple[Row, bytes | None]:
     """Train it, verify its ledger, and make out its row."""
-    from dpis.app.jobs import JobOptions, resume_job, start_job
+    from dpis.app.jobs.training import resume_job, start_job
     from dpis.runs.folder import FolderLock, RunFolder
     from dpis.training.progress import Silent
 
@@ -141,7 +141,7 @@ def run_cell(cell: TableCell, runs: Path, commit: str) -> tuple[Row, bytes | Non
         else:
             if folder.exists():  # finished, and killed before its row was written
                 shutil.rmtree(folder)
-            job = start_job(JobOptions.from_json({**cell.options, "out": str(folder)}), Silent())
+            job = start_job(cell.job(folder), Silent())
         row, ledger = _row(cell, folder, job.result.summary.as_json(), commit)
     return {**row, "wall_seconds": round(job.wall_seconds, 1), "resumed": resumed}, ledger
 

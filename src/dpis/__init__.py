@@ -8,27 +8,30 @@ if TYPE_CHECKING:
     from dpis.dropin import BatchMemoryManager as BatchMemoryManager
     from dpis.dropin import ModuleValidator as ModuleValidator
     from dpis.dropin import PrivacyEngine as PrivacyEngine
-    from dpis.mechanism import AdaptiveClipping as AdaptiveClipping
+    from dpis.options import Privacy as Privacy
+    from dpis.options import Training as Training
     from dpis.training import EarlyStop as EarlyStop
     from dpis.training import train as train
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AdaptiveClipping": "dpis.mechanism",
     "BatchMemoryManager": "dpis.dropin",
     "EarlyStop": "dpis.training",
     "ModuleValidator": "dpis.dropin",
+    "Privacy": "dpis.options",
     "PrivacyEngine": "dpis.dropin",
+    "Training": "dpis.options",
     "fix": "dpis.coupling.forbidden_layers",
     "train": "dpis.training",
 }
 __all__ = [
-    "AdaptiveClipping",
     "BatchMemoryManager",
     "EarlyStop",
     "ModuleValidator",
+    "Privacy",
     "PrivacyEngine",
+    "Training",
     "__version__",
     "fix",
     "train",

@@ -50,3 +50,13 @@ class BrokenLedgerError(DpisError):
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.problem}"
+
+
+class PublicCountWarning(UserWarning):
+    """The number of records was read from the dataset, so it is treated as public."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the number of records is treated as public, since n_public was not given: records are protected, how many "
+            "there are is not"
+        )

@@ -54,12 +54,14 @@ def run_filter(plan, kappas, solve=next_grad_noise):
     st.floats(0.0, 1.0),
     st.booleans(),
 )
-def test_no_stream_of_norm_sums_overruns_the_budget(kappas, epsilon, a_e, adaptive_clipping):
+def test_no_stream_of_norm_sums_overruns_the_budget(
+    kappas, epsilon, reserve_share, adaptive_clipping
+):
     cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * adaptive_clipping
     plan = plan_adaptive(
         Budget(epsilon, DELTA),
         SMALL,
-        a_e=a_e,
+        reserve_share=reserve_share,
         norm_releases_per_epoch=cadences,
         releases=[Release("N", 400.0)],
     )
@@ -77,21 +79,25 @@ def test_constant_kappa_one_is_the_public_plan():
 
 
 def test_two_phases_move_the_saved_budget_to_late_epochs():
-    early = plan_adaptive(Budget(4, DELTA), SMALL, a_e=0.8)
+    early = plan_adaptive(Budget(4, DELTA), SMALL, reserve_share=0.8)
     _, sigmas = run_filter(early, [0.4] * 5)
     assert early.first_phase == 4
     assert sigmas[4] < 0.8 * sigmas[3]
-    even = plan_adaptive(Budget(4, DELTA), SMALL, a_e=0.0)
+    even = plan_adaptive(Budget(4, DELTA), SMALL, reserve_share=0.0)
     _, sigmas = run_filter(even, [0.4] * 5)
     assert sigmas == pytest.approx([sigmas[0]] * 5, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("a_e", "epochs", "expected"), [(0.8, 5, 4), (0.6, 5, 3), (0.3, 10, 3), (1, 7, 7), (0, 3, 0)]
+    ("reserve_share", "epochs", "expected"),
+    [(0.8, 5, 4), (0.6, 5, 3), (0.3, 10, 3), (1, 7, 7), (0, 3, 0)],
 )
-def test_the_first_phase_is_the_floor(a_e, epochs, expected):
+def test_the_first_phase_is_the_floor(reserve_share, epochs, expected):
     workload = Workload.create(n_public=2000, batch_size=50, epochs=epochs)
-    assert plan_adaptive(Budget(4, DELTA), workload, a_e=a_e).first_phase == expected
+    assert (
+        plan_adaptive(Budget(4, DELTA), workload, reserve_share=reserve_share).first_phase
+        == expected
+    )
 
 
 def _admit_until_refused(guard, event):
@@ -148,7 +154,7 @@ def test_small_data_pays_exactly_its_share_for_norm_sums():
 
 
 def law_released_norm_sums_stay_in_their_bounds(bounds_for=NormSumBounds.create):
-    bounds = bounds_for(n_public=1000, batch_size=100, clip_norm=0.5, pi_cap=0.5)
+    bounds = bounds_for(n_public=1000, batch_size=100, clip_norm=0.5, rate_cap=0.5)
     low, high = 100 * 0.5 / 0.5, 1000 * 0.5
     for raw in (-1e9, -math.inf, 0.0, 99.9, 100.0, 321.0, 500.0, 500.1, 1e9, math.inf):
         clipped = bounds.clip(raw)
@@ -162,10 +168,10 @@ def test_released_norm_sums_stay_in_their_bounds():
 
 
 def test_bounds_that_cross_are_refused():
-    with pytest.raises(InputError, match="pi_cap"):
+    with pytest.raises(InputError, match="rate_cap"):
         NormSumBounds.create(n_public=1000, batch_size=600, clip_norm=1.0)
-    with pytest.raises(InputError, match="pi_cap"):
-        NormSumBounds.create(n_public=1000, batch_size=10, clip_norm=1.0, pi_cap=1.5)
+    with pytest.raises(InputError, match="rate_cap"):
+        NormSumBounds.create(n_public=1000, batch_size=10, clip_norm=1.0, rate_cap=1.5)
     with pytest.raises(InputError, match="clip norm"):
         NormSumBounds.create(n_public=1000, batch_size=10, clip_norm=math.nan)
 
@@ -212,10 +218,10 @@ def test_a_plan_made_anew_from_a_noisy_count_keeps_its_order():
 def test_impossible_adaptive_plans_are_refused():
     with pytest.raises(InputError, match="no noise meets"):
         plan_adaptive(Budget(0.1, DELTA), SMALL, releases=[Release("mean", 1.0)])
-    with pytest.raises(InputError, match="pi_cap"):
+    with pytest.raises(InputError, match="rate_cap"):
         plan_adaptive(Budget(1, DELTA), Workload.create(n_public=100, batch_size=80, epochs=1))
-    with pytest.raises(InputError, match="a_e"):
-        plan_adaptive(Budget(1, DELTA), SMALL, a_e=1.2)
+    with pytest.raises(InputError, match="reserve_share"):
+        plan_adaptive(Budget(1, DELTA), SMALL, reserve_share=1.2)
     with pytest.raises(InputError, match="kappa"):
         plan_adaptive(
             Budget(1, DELTA), Workload.create(n_public=2000, batch_size=50, epochs=2, kappa=0.5)

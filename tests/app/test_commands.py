@@ -105,7 +105,7 @@ def test_releases_are_paid_for(capsys):
         [*replaced("--mode", "adaptive"), "--accountant", "pld"],
         [*replaced("--mode", "adaptive"), "--decay-rate", "0.01"],
         [*replaced("--mode", "adaptive"), "--kappa", "0.5"],
-        replaced("--a-e", "0.5"),
+        replaced("--reserve-share", "0.5"),
         replaced("--decay-rate", "-1"),
         replaced("--release", "mean"),
         replaced("--release", "mean=0"),

@@ -10,7 +10,8 @@ import torch
 
 from dpis.accounting import verify_ledger
 from dpis.app.entry import main
-from dpis.app.jobs import JobOptions, training
+from dpis.app.jobs import training
+from dpis.app.jobs.options import JobOptions
 from dpis.app.jobs.pipeline import Pipeline
 from dpis.errors import InputError
 from dpis.features import channels
@@ -88,14 +89,14 @@ def load_card_of_run():
         (["--method", "dp-sgd-xy"], "method must be one of dpis, dpis-adaptive"),
         (["--model", "rnn"], "takes texts"),
         (["--model", "cnn", "--normalise", "channel"], "has no effect on cnn"),
-        (["--normalise", "batch"], "must be group or channel"),
+        (["--normalise", "batch"], "must be one of group, channel"),
         (["--normalise", "channel", "--epsilon", "0"], "epsilon must be a finite number above 0"),
         (["--augment", "shift"], "needs --augmentations, from 2 to 9"),
         (["--augment", "flip", "--augmentations", "3"], "from 2 to 2"),
         (["--model", "cnn", "--augment", "flip", "--augmentations", "0"], "must be at least 1"),
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),
-        (["--colours", "cmyk"], "must be rgb or opponent"),
+        (["--colours", "cmyk"], "must be one of rgb, opponent"),
         (["--colours", "opponent"], "[3, height, width], found [16, 16]"),
         (["--colours", "rgb", "--model", "cnn"], "has no effect on cnn"),
     ],
@@ -227,7 +228,7 @@ def test_the_summary_says_which_learning_rate_and_average_were_used(pictures):
         ["--model", "scatter-linear", "--normalise", "channel", "--release-n", "--n-public", "270"],
         ["--model", "cnn", "--augment", "shift,flip", "--augmentations", "2"],
         ["--model", "scatter-cnn", "--augment", "shift,flip", "--augmentations", "3"],
-        ["--model", "mlp", "--method", "dpis-adaptive", "--k", "inf", "--n-public", "270"],
+        ["--model", "mlp", "--method", "dpis-adaptive", "--headroom", "inf", "--n-public", "270"],
     ],
     ids=["channel-statistics", "augmentation", "views", "uniform-under-the-schedule"],
 )

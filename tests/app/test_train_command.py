@@ -319,8 +319,8 @@ def bad_commands(table):
         "a learning rate that ruins": (declared(table, *target, "--lr", "1e38"), "--lr must be"),
         "a model that is none": (declared(table, *target, "--model", "os:system"), "TypeError"),
         "an option without effect": (
-            declared(table, *target, "--method", "dp-sgd", "--k", "2"),
-            "--k has no effect on dp-sgd",
+            declared(table, *target, "--method", "dp-sgd", "--headroom", "2"),
+            "--headroom has no effect on dp-sgd",
         ),
         "the training file to measure on": (
             declared(table, *target, "--eval-data", str(table)),

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from dpis import BatchMemoryManager, PrivacyEngine
 from dpis.accounting import Adjacency, CountSource
 from dpis.dropin.trainer_settings import Privacy
+from dpis.errors import PublicCountWarning
 from dpis.mechanism import Method
-from dpis.training.api import PublicCountWarning
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
 

@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 import dpis
 from dpis import ModuleValidator, PrivacyEngine, layers
 from dpis.accounting import Composition, PoissonGaussian, epsilon_by_pld
-from dpis.errors import InputError
+from dpis.errors import InputError, PublicCountWarning
 from dpis.mechanism import EventCounter
-from dpis.training.api import PublicCountWarning
 
 from .loops import BATCH, DELTA, RECORDS, Loop, data, mlp, private
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from dpis.accounting import Gaussian, PoissonGaussian
 from dpis.accounting.workload import GRADIENT, NORM_SUM
-from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum
+from dpis.mechanism import Config, Contribution, Method, NormSum
 from dpis.randomness import Key
 
 from .systems import (
@@ -26,7 +27,13 @@ from .systems import (
     watching,
 )
 
-CLIPPING = AdaptiveClipping(ceiling=2.0, quantile=1.5, lowest=0.05)
+LOWEST, CEILING = 0.05, 2.0
+CLIPPING: dict[str, Any] = {
+    "clip_norm": 0.25,
+    "clip_ceiling": CEILING,
+    "clip_scale": 1.5,
+    "clip_lowest": LOWEST,
+}
 EXTREMES = (math.nan, -1e9, 1e9, 0.0, math.inf, -math.inf)
 NORMS = (0.05, 0.2, 0.3, 1.0, 0.4, 0.1, 0.2)
 
@@ -38,7 +45,7 @@ def everything_at_once(**changes) -> Config:
         **{
             "epochs": 3,
             "clip_norm": 0.25,
-            "clipping": CLIPPING,
+            **CLIPPING,
             "contribution": Contribution.REJECT,
             "norm_sum": NormSum.STALE,
             **changes,
@@ -59,9 +66,9 @@ def law_released_norm_sums_stay_in_their_bounds() -> None:
             system = Small(c, rows(*NORMS), rigged(extreme), journal, PlainSums(3))
             for _ in range(c.epochs):
                 terms = system.begin()
-                smallest = c.batch_size / (c.pi_cap * c.n_public)
+                smallest = c.batch_size / (c.rate_cap * c.n_public)
                 assert smallest * (1 - 1e-12) <= terms.kappa <= 1
-                assert terms.sampling_rate <= c.pi_cap * (1 + 1e-12)
+                assert terms.sampling_rate <= c.rate_cap * (1 + 1e-12)
                 assert math.isclose(terms.equivalent_batch, c.n_public * terms.sampling_rate)
                 if math.isnan(extreme) or extreme > 1:
                     assert terms.kappa == 1
@@ -76,7 +83,7 @@ def law_the_number_of_records_decides_nothing() -> None:
     """n and n + 1 records, the last one of no weight: plan, header, events, terms, updates (rule 5)."""
     everybody = rows(*NORMS)
     for method in PRIVATE:
-        c = config(method, n_public=6, batch_size=2, pi_cap=1.0)
+        c = config(method, n_public=6, batch_size=2, rate_cap=1.0)
         if method is not Method.DPIS_ADAPTIVE:
             c = config(method, n_public=6, batch_size=2, equivalent_batch=6)  # all are drawn
         runs = []
@@ -101,7 +108,7 @@ def law_noise_over_sensitivity_is_what_is_charged() -> None:
     """For K' and K*: the noise there is, over the most that one record changes (rules 6, 7)."""
     for c, cadence in (
         (config(Method.DPIS_ADAPTIVE, clip_norm=0.25, norm_sum=NormSum.STALE), "K'"),
-        (config(Method.DPIS, clip_norm=0.25, clipping=CLIPPING), "K*"),
+        (config(Method.DPIS, **CLIPPING), "K*"),
     ):
         released, charged = norm_sum_of(c, [0.1, 0.2], noise=0.0)
         noisy, _ = norm_sum_of(c, [0.1, 0.2], noise=1.0)
@@ -134,7 +141,7 @@ def law_norm_sums_follow_the_clip_norm() -> None:
     """When C has moved, K' is clipped at the new C and its noise is in units of it (rules 6, 8)."""
     for norm_sum in NormSum:
         c = everything_at_once(norm_sum=norm_sum)
-        for star, C in ((1e9, CLIPPING.ceiling), (-1e9, CLIPPING.lowest)):  # whatever the records
+        for star, C in ((1e9, CEILING), (-1e9, LOWEST)):  # whatever the records
 
             def second(norms, noise, c=c, star=star):
                 return second_norm_sum(c, norms, noise, star)
@@ -170,30 +177,30 @@ def law_unseen_records_count_the_clip_norm() -> None:
     unseen = [math.inf, math.nan, 0.1, 1.9]
     stale = config(Method.DPIS_ADAPTIVE, clip_norm=0.25, norm_sum=NormSum.STALE)
     assert math.isclose(norm_sum_of(stale, unseen, 0.0)[0], 3 * 0.25 + 0.1, rel_tol=1e-6)
-    clipping = config(clip_norm=0.25, clipping=CLIPPING)
+    clipping = config(**CLIPPING)
     assert math.isclose(norm_sum_of(clipping, unseen, 0.0)[0], 2 * 0.25 + 0.1 + 1.9, rel_tol=1e-6)
 
 
 def law_the_clip_norm_stays_in_its_bounds() -> None:
     """Whatever K* the noise gives (rule 8); and the sampler goes along."""
     for method in (Method.DPIS, Method.DPIS_ADAPTIVE):
-        c = config(method, epochs=4, clip_norm=0.25, clipping=CLIPPING)
+        c = config(method, epochs=4, **CLIPPING)
         for extreme in EXTREMES:
             system = Small(c, rows(*NORMS), rigged(extreme), gradients=PlainSums(3))
             for _ in range(c.epochs):
                 terms = system.begin()
-                assert CLIPPING.lowest <= terms.clip_norm <= CLIPPING.ceiling
+                assert LOWEST <= terms.clip_norm <= CEILING
                 assert terms.clip_norm == system.mechanism.sampler.clip_norm
                 for _ in range(system.mechanism.steps_left):
                     system.step()
                 system.mechanism.end_epoch()
             if extreme == 0.0 and method is Method.DPIS:
-                assert terms.clip_norm not in (CLIPPING.lowest, CLIPPING.ceiling, c.clip_norm)
+                assert terms.clip_norm not in (LOWEST, CEILING, c.clip_norm)
 
 
 def law_every_event_is_charged_in_its_order() -> None:
     """What the journal gets is what the plan has: one K an epoch, K* between epochs, every step (6, 7, 8, 15)."""
-    clipped = {"clipping": CLIPPING, "clip_norm": 0.25, "epochs": 3}
+    clipped = {**CLIPPING, "epochs": 3}
     for c in (
         config(),
         config(**clipped),

@@ -164,7 +164,7 @@ def reserves_nothing(plan, *, epoch, _real=adaptive.next_grad_noise, **given):
 
 
 def c_star_unclipped(self, noisy_norm_sum, n_public):
-    proposed = abs(self.quantile * noisy_norm_sum / n_public)
+    proposed = abs(self.scale * noisy_norm_sum / n_public)
     return proposed if 1e-9 < proposed < 1e25 else self.ceiling
 
 

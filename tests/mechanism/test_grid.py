@@ -52,7 +52,7 @@ def weights_of_a_run(folder: Path) -> tuple[Tensor, float]:
     data = TensorDataset(torch.ones(16, 3, dtype=torch.float64), torch.ones(16).long())
     result = dpis.train(
         model, data, nn.CrossEntropyLoss(), epsilon=1.0, delta=1e-3, n_public=16, batch_size=16,
-        epochs=1, lr=1.0, method="dp-sgd", out=folder,
+        epochs=1, lr=1.0, privacy=dpis.Privacy(method="dp-sgd"), out=folder,
     )  # fmt: skip
     std = APPLIED_NOISE * result.summary.history[0]["noise_multiplier"]
     grid = 2.0 ** math.floor(math.log2(std)) * LATTICE / 16

@@ -33,7 +33,7 @@ NORMS = (0.05, 0.2, 0.3, 1.0, 0.4, 0.1, 0.2)
 RUNS = {
     "dpis": config(headroom=2.0, equivalent_batch=4),
     "dpis-reject": config(headroom=2.0, contribution=Contribution.REJECT, clip_norm=0.3),
-    "dpis-clipping": config(clipping=CLIPPING, clip_norm=0.25, epochs=3),
+    "dpis-clipping": config(**CLIPPING, epochs=3),
     "adaptive": config(Method.DPIS_ADAPTIVE, headroom=1.5),
     "adaptive-stale": config(Method.DPIS_ADAPTIVE, norm_sum=NormSum.STALE, epochs=3),
     "adaptive-clipping": everything_at_once(),
@@ -82,7 +82,7 @@ def test_a_whole_run_verifies(c: Config, tmp_path: Path) -> None:
 @pytest.mark.parametrize("noise", [math.nan, -50.0, -1e9, 0.0, 1e9])
 def test_an_adaptive_run_never_overruns_the_filter(noise: float, tmp_path: Path) -> None:
     """Whatever norm sums are released: every event passes the filter, and an independent check agrees."""
-    c = everything_at_once(epochs=4, a_e=0.5, norm_sum=NormSum.FULL_PASS)
+    c = everything_at_once(epochs=4, reserve_share=0.5, norm_sum=NormSum.FULL_PASS)
     journal = LedgerJournal.create(tmp_path / "l.jsonl", header(c))
     Changing(c, journal, rigged(noise)).run()
     journal.finish("0" * 64)
@@ -236,8 +236,10 @@ def test_predeclared_a_released_count_sets_the_scale_of_updates_alone() -> None:
 
 @pytest.mark.parametrize("noise", [math.nan, -math.inf, -1e9, -3.0, 0.0, 2.0, 1e9, math.inf])
 def test_a_released_count_stays_near_the_declared_one(noise: float) -> None:
-    for b, pi_cap in ((33, 0.33), (50, 0.5), (10, 0.3), (82, 0.82)):
-        c = config(Method.DPIS_ADAPTIVE, n_public=100, batch_size=b, pi_cap=pi_cap, release_n=True)
+    for b, rate_cap in ((33, 0.33), (50, 0.5), (10, 0.3), (82, 0.82)):
+        c = config(
+            Method.DPIS_ADAPTIVE, n_public=100, batch_size=b, rate_cap=rate_cap, release_n=True
+        )
         mechanism = Small(c, rows(0.2, 0.2), rigged(noise)).mechanism
         plan = plan_with_count(plan_of(c), mechanism.release_count())
         assert 50 <= plan.workload.n_public <= 200

@@ -18,7 +18,7 @@ def test_every_norm_sum_gives_terms_also_at_the_largest_rate(n_public, batch_siz
         n_public=n_public,
         batch_size=batch_size,
         epochs=2,
-        pi_cap=1.0,
+        rate_cap=1.0,
     )
     for clip_norm in (0.1, 0.7, 1.3):
         terms = make_plan(config).privacy.terms(1, clip_norm, norm_sum, {})

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpis.accounting import Accountant
-from dpis.mechanism import AdaptiveClipping, Contribution, Mechanism, Method, NormSum
+from dpis.mechanism import Contribution, Mechanism, Method, NormSum
 from dpis.mechanism import mechanism as module
 from dpis.noise import add_noise
 from dpis.sampling import Draw, ImportanceSampler
@@ -32,9 +32,9 @@ SURE = claim(epsilon=2.0, batch_size=4, equivalent_batch=8, epochs=1)  # π = 1,
 SMALL = dataclasses.replace(SURE, epsilon=0.5, headroom=5.0)
 RARE = claim(epsilon=1.0, batch_size=1, epochs=1)  # π = 1/8, eight steps
 REJECT = dataclasses.replace(SURE, contribution=Contribution.REJECT)
-ADAPTIVE = claim(Method.DPIS_ADAPTIVE, batch_size=4, pi_cap=1.0, epochs=2)
+ADAPTIVE = claim(Method.DPIS_ADAPTIVE, batch_size=4, rate_cap=1.0, epochs=2)
 STALE = dataclasses.replace(ADAPTIVE, norm_sum=NormSum.STALE)
-CLIPPING = claim(batch_size=4, epochs=2, clipping=AdaptiveClipping(ceiling=2.0, lowest=0.1))
+CLIPPING = claim(batch_size=4, epochs=2, clip_ceiling=2.0, clip_lowest=0.1)
 FLOOR = 0.001  # seen with next to no gradient: its estimate is the floor
 
 SCENARIOS = {

@@ -25,13 +25,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from dpis.accounting import LedgerWriter
 from dpis.accounting.ledger import End
-from dpis.mechanism import AdaptiveClipping
 from dpis.runs.folder import Replacement
 from tests.training.toys import Each, fit, ledger, mlp, points, released
 
-CLIPPING = AdaptiveClipping(ceiling=2.0, lowest=0.1)
+CLIPPING = {"clip_ceiling": 2.0, "clip_lowest": 0.1}
 RUNS: tuple[dict[str, Any], ...] = (
-    {"ema": 0.9, "held_out": points(10), "clipping": CLIPPING},
+    {"ema": 0.9, "held_out": points(10), **CLIPPING},
     {"method": "dpis-adaptive", "release_n": True, "optimizer": "adam"},
     {"contribution": "reject", "scheduler": partial(ExponentialLR, gamma=0.5), "kappa": 0.5},
 )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 
-from dpis.mechanism import AdaptiveClipping
 from dpis.training import EarlyStop
 from tests.training.toys import Each, assert_verifies, fit, ledger, linear, mlp, points, weights
 
@@ -130,8 +129,8 @@ def test_the_average_of_the_weights_is_released(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
 def test_the_clip_norm_adapts_within_its_bounds(tmp_path: Path, method: str) -> None:
-    clipping = AdaptiveClipping(ceiling=2.0, quantile=0.8, lowest=0.3)
-    result = fit(tmp_path / "run", method=method, clipping=clipping, epochs=3)
+    clipping = {"clip_ceiling": 2.0, "clip_scale": 0.8, "clip_lowest": 0.3}
+    result = fit(tmp_path / "run", method=method, epochs=3, **clipping)
     norms = [epoch["clip_norm"] for epoch in result.summary.history]
     assert norms[0] == 1.0
     assert len(set(norms)) == 3

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dpis.mechanism import AdaptiveClipping
 from tests.accounting.test_broken_on_purpose import PLANTS as OF_ACCOUNTING
 from tests.mechanism.test_broken_on_purpose import PLANTS as OF_THE_MECHANISM
 from tests.training.toys import assert_verifies, fit
@@ -20,7 +19,7 @@ PLACES = sorted(
     key=lambda place: (place[0].__name__, place[1]),
 )
 RUNS: dict[str, dict[str, Any]] = {
-    "predeclared": {"accountant": "pld", "clipping": AdaptiveClipping(ceiling=2.0)},
+    "predeclared": {"accountant": "pld", "clip_ceiling": 2.0},
     "adaptive": {"method": "dpis-adaptive", "contribution": "reject"},
 }
 

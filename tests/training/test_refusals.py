@@ -22,7 +22,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch_size": 65}, "larger than n_public"),
     "epsilon": ({"epsilon": -1.0}, "epsilon"),
     "method": ({"method": "dp-adam"}, "method must be one of"),
-    "norm sum": ({"method": "dpis-adaptive", "norm_sum": "guess"}, "norm sum must be"),
+    "norm sum": ({"method": "dpis-adaptive", "norm_sum": "guess"}, "norm_sum must be"),
     "optimizer": ({"optimizer": "sgdd"}, "optimizer must be one of"),
     "LBFGS": ({"optimizer": torch.optim.LBFGS(MODEL.parameters())}, "LBFGS"),
     "missing": ({"optimizer": torch.optim.SGD([MODEL.weight])}, "does not step bias"),

@@ -21,9 +21,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpis.accounting import Adjacency
+from dpis.errors import PublicCountWarning
 from dpis.randomness import Key
 from dpis.runs.checkpoint import NOTICE
-from dpis.training import PublicCountWarning, trainer
+from dpis.training import trainer
 from dpis.training.model_file import architecture_of
 from dpis.training.progress import ProgressBar
 from dpis.training.result import summary_of

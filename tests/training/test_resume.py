@@ -20,7 +20,6 @@ from torch.utils.data import TensorDataset
 
 from dpis.accounting import ledger_writer
 from dpis.errors import InputError, LedgerError
-from dpis.mechanism import AdaptiveClipping
 from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.training import EarlyStop, InterruptedRunError, trainer
 from tests.training.toys import (
@@ -35,13 +34,13 @@ from tests.training.toys import (
     released,
 )
 
-CLIPPING = AdaptiveClipping(ceiling=2.0, lowest=0.1)
+CLIPPING = {"clip_ceiling": 2.0, "clip_lowest": 0.1}
 RUNS: dict[str, dict[str, Any]] = {
     "dpis": {"ema": 0.9, "held_out": points(10)},
     "dpis with a count": {"release_n": True, "scheduler": partial(ExponentialLR, gamma=0.5)},
     "adaptive": {
         "method": "dpis-adaptive",
-        "clipping": CLIPPING,
+        **CLIPPING,
         "release_n": True,
         "optimizer": "adam",
         "contribution": "reject",

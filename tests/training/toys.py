@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpis.accounting import Ledger, read_ledger, verify_ledger
+from dpis.options import Privacy, Training, knobs
 from dpis.training import Result, train
 from dpis.training.progress import Silent, Standing
 
@@ -52,7 +53,11 @@ def fit(out: Path, model: nn.Module | None = None, dataset: Any = None, **settin
     if "loss" not in settings and "objective" not in settings:
         settings["loss"] = nn.CrossEntropyLoss()
     model = linear() if model is None else model
-    return train(model, points() if dataset is None else dataset, **{**defaults, **settings})
+    asked = {**defaults, **settings}
+    privacy = Privacy(**{name: asked.pop(name) for name in knobs(Privacy) if name in asked})
+    training = Training(**{name: asked.pop(name) for name in knobs(Training) if name in asked})
+    dataset = points() if dataset is None else dataset
+    return train(model, dataset, privacy=privacy, training=training, **asked)
 
 
 def released(folder: Path) -> dict[str, bytes]:

@@ -6,7 +6,6 @@ Both are upper bounds, by dp-accounting's mathematics; PLD is the tighter one.
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 
 import dp_accounting
 from dp_accounting import rdp
@@ -14,22 +13,10 @@ from dp_accounting import rdp
 from dpis.accounting import pld
 from dpis.accounting.events import Composition
 from dpis.accounting.renyi import best_order
-from dpis.choices import chosen
+from dpis.options import Accountant as Accountant
 
 WIDEST_FINAL_INTERVAL = 1e-4
 """The widest discretisation of privacy loss that a final answer may rest on."""
-
-
-class Accountant(StrEnum):
-    """How epsilon is computed from events."""
-
-    PLD = "pld"
-    RDP = "rdp"
-
-    @classmethod
-    def parse(cls, name: str) -> Accountant:
-        """The accountant of that name."""
-        return chosen(cls, "accountant", name)
 
 
 def epsilon_by_pld(

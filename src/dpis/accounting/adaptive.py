@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpis import defaults
 from dpis.accounting.accountants import Accountant
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
@@ -35,6 +34,7 @@ from dpis.accounting.workload import (
     releases_over_run,
 )
 from dpis.errors import BudgetExceededError, InputError
+from dpis.options import Privacy
 
 NORM_SUM_SHARE = 0.02
 LEAST_COUNT_NOISE = 20.0
@@ -45,26 +45,26 @@ _ROUNDING_RESERVE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class NormSumBounds:
-    """The public interval a released norm sum is clipped to: ``[b·C/pi_cap, n_public·C]``."""
+    """The public interval a released norm sum is clipped to: ``[b·C/rate_cap, n_public·C]``."""
 
     lowest: float
     highest: float
 
     @classmethod
     def create(
-        cls, *, n_public: int, batch_size: int, clip_norm: float, pi_cap: float = 0.5
+        cls, *, n_public: int, batch_size: int, clip_norm: float, rate_cap: float = 0.5
     ) -> NormSumBounds:
-        """Bounds that keep every inclusion probability at or below ``pi_cap`` and kappa at or below 1."""
-        if not 0 < pi_cap <= 1:
-            raise InputError(f"pi_cap must lie in (0, 1], found {pi_cap!r}")
+        """Bounds that keep every inclusion probability at or below ``rate_cap`` and kappa at or below 1."""
+        if not 0 < rate_cap <= 1:
+            raise InputError(f"rate_cap must lie in (0, 1], found {rate_cap!r}")
         if not (math.isfinite(clip_norm) and clip_norm > 0):
             raise InputError(f"clip norm must be a finite number above 0, found {clip_norm!r}")
-        if batch_size > n_public * pi_cap:
+        if batch_size > n_public * rate_cap:
             raise InputError(
-                f"batch size {batch_size} over n_public {n_public} is above pi_cap {pi_cap:g}: adaptive "
-                "mode has no room to lower kappa. Use a smaller batch, a larger pi_cap, or the predeclared mode"
+                f"batch size {batch_size} over n_public {n_public} is above rate_cap {rate_cap:g}: adaptive "
+                "mode has no room to lower kappa. Use a smaller batch, a larger rate_cap, or the predeclared mode"
             )
-        return cls(batch_size * clip_norm / pi_cap, n_public * clip_norm)
+        return cls(batch_size * clip_norm / rate_cap, n_public * clip_norm)
 
     def clip(self, noisy_norm_sum: float) -> float:
         """``K_tilde`` from ``K'``. NaN gives the upper bound, which is always safe (kappa = 1)."""
@@ -81,8 +81,8 @@ class AdaptivePlan(BudgetedPlan):
     """``α``, the one Renyi order of the filter."""
     rho_budget: float
     """``ε - off(α)``: what the run may spend at that order."""
-    a_e: float
-    pi_cap: float
+    reserve_share: float
+    rate_cap: float
     """The largest inclusion probability that a released norm sum may lead to."""
     norm_noise_multiplier: float
     """``σ_K``."""
@@ -126,7 +126,7 @@ class AdaptivePlan(BudgetedPlan):
     def filter_facts(self) -> dict[str, float]:
         """In the words of `dpis plan --json`."""
         return {
-            "a_e": self.a_e,
+            "reserve_share": self.reserve_share,
             "alpha": self.order,
             "rho_budget": self.rho_budget,
             "norm_noise_multiplier": self.norm_noise_multiplier,
@@ -144,8 +144,8 @@ class AdaptivePlan(BudgetedPlan):
 
     @property
     def largest_batch(self) -> float:
-        """As far as ``pi_cap`` lets it grow."""
-        return self.pi_cap * self.workload.n_public
+        """As far as ``rate_cap`` lets it grow."""
+        return self.rate_cap * self.workload.n_public
 
     def terms(
         self, epoch: int, clip_norm: float, norm_sum: float | None, spent: Mapping[Event, int]
@@ -158,7 +158,7 @@ class AdaptivePlan(BudgetedPlan):
             n_public=workload.n_public,
             batch_size=workload.batch_size,
             clip_norm=clip_norm,
-            pi_cap=self.pi_cap,
+            rate_cap=self.rate_cap,
         )
         # The division may lose a last bit, at either end.
         kappa = min(max(bounds.clip(norm_sum) / bounds.highest, self.smallest_kappa), 1.0)
@@ -177,11 +177,11 @@ class AdaptivePlan(BudgetedPlan):
     @property
     def first_phase(self) -> int:
         """``floor(a_E · E)``: so many epochs budget for the rest of the run as if kappa were 1."""
-        return math.floor(self.a_e * self.workload.epochs + 1e-9)
+        return math.floor(self.reserve_share * self.workload.epochs + 1e-9)
 
     @property
     def smallest_kappa(self) -> float:
-        """Below it the sampling rate would pass 1; `NormSumBounds` keeps kappa above it (at ``pi_cap`` 1 just so)."""
+        """Below it the sampling rate would pass 1; `NormSumBounds` keeps kappa above it (at ``rate_cap`` 1 just so)."""
         return self.workload.batch_size / self.workload.n_public
 
 
@@ -189,8 +189,8 @@ def plan_adaptive(
     budget: Budget,
     workload: Workload,
     *,
-    a_e: float = defaults.A_E,
-    pi_cap: float = 0.5,
+    reserve_share: float = Privacy.reserve_share,
+    rate_cap: float = 0.5,
     order: int | None = None,
     adjacency: Adjacency = Adjacency.ADD_REMOVE,
     releases: Sequence[Release] = (),
@@ -203,22 +203,22 @@ def plan_adaptive(
     Args:
         budget: The promise to keep.
         workload: Its kappa must be 1: the real one is released, epoch by epoch.
-        a_e: The share of epochs that budget for the future as if kappa were 1.
-        pi_cap: The largest inclusion probability that released norm sums may lead to.
+        reserve_share: The share of epochs that budget for the future as if kappa were 1.
+        rate_cap: The largest inclusion probability that released norm sums may lead to.
         order: The filter's order, if it is fixed already: a plan made anew from a noisy count must keep the order that
             was chosen before the count was released.
         adjacency: Which data sets are kept apart.
         releases: Further noisy statistics with their noise (a noisy N, K* has its own cadence below).
         norm_releases_per_epoch: One cadence for each norm sum: K' each epoch; with adaptive clipping K* too.
     """
-    if not 0 <= a_e <= 1:
-        raise InputError(f"a_e must lie in [0, 1], found {a_e!r}")
+    if not 0 <= reserve_share <= 1:
+        raise InputError(f"reserve_share must lie in [0, 1], found {reserve_share!r}")
     if any(kappa != 1 for kappa in workload.kappa):
         raise InputError(
             "the adaptive mode releases kappa during the run: leave kappa out, or use the predeclared mode"
         )
     NormSumBounds.create(
-        n_public=workload.n_public, batch_size=workload.batch_size, clip_norm=1.0, pi_cap=pi_cap
+        n_public=workload.n_public, batch_size=workload.batch_size, clip_norm=1.0, rate_cap=rate_cap
     )
     unit = [Release(NORM_SUM, 1.0, cadence) for cadence in norm_releases_per_epoch]
     norm_sums = releases_over_run(workload, unit).events
@@ -237,8 +237,8 @@ def plan_adaptive(
         workload=workload,
         order=order,
         rho_budget=renyi_budget(budget, order),
-        a_e=a_e,
-        pi_cap=pi_cap,
+        reserve_share=reserve_share,
+        rate_cap=rate_cap,
         releases=(*releases, *norm_releases),
         norm_noise_multiplier=sigma_k,
         noise_multiplier=z,

@@ -9,6 +9,7 @@ import typer
 
 from dpis import __version__
 from dpis.app.commands.data import data
+from dpis.app.commands.flags import GroupedCommand
 from dpis.app.commands.plan import plan
 from dpis.app.commands.report import report
 from dpis.app.commands.train import train
@@ -29,11 +30,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
+app.command(cls=GroupedCommand)(train)
 app.command()(evaluate)
 app.command()(predict)
 app.command()(report)
-app.command()(plan)
+app.command(cls=GroupedCommand)(plan)
 app.command()(verify)
 app.add_typer(data)
 

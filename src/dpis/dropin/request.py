@@ -11,11 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpis.accounting import CountSource
 from dpis.dropin.loader import checked_loader
-from dpis.errors import InputError
-from dpis.mechanism import Config, Method, NormSum
-from dpis.training.api import PublicCountWarning
+from dpis.errors import InputError, PublicCountWarning
+from dpis.mechanism import Config
+from dpis.options import Method, NormSum, Privacy
 
 GRAD_SAMPLE_MODES = ("hooks", "ghost", "functorch", "ew")
 """Opacus's names. Here there is one engine, at the price of the fastest of them; all names are taken."""
@@ -110,25 +109,18 @@ class Request:
         loader, n_public = checked_loader(self.data_loader), self.n_public
         records = len(cast(Any, loader.dataset))
         if n_public is None:
-            warnings.warn(
-                "the number of records is treated as public, since n_public was not given: records are protected, how "
-                "many there are is not",
-                PublicCountWarning,
-                stacklevel=3,
-            )
+            warnings.warn(PublicCountWarning(), stacklevel=3)
         assert loader.batch_size is not None
         adaptive = self.mode == "adaptive"
         by_importance = Method.DPIS_ADAPTIVE if adaptive else Method.DPIS
-        return Config(
+        privacy = Privacy(
             method=by_importance if self.sampling == "importance" else Method.DP_SGD,
             epsilon=epsilon,
             delta=delta,
-            n_public=records if n_public is None else n_public,
-            n_public_source=CountSource.DATASET_LENGTH if n_public is None else CountSource.GIVEN,
-            batch_size=loader.batch_size,
-            epochs=epochs,
+            n_public=n_public,
             kappa=None if adaptive and self.kappa == 1 else self.kappa,
             headroom=self.k,
             clip_norm=float(cast(float, self.max_grad_norm)),
             norm_sum=NormSum.STALE,
         )
+        return Config.settle(privacy, records=records, batch_size=loader.batch_size, epochs=epochs)

@@ -35,7 +35,7 @@ class View:
         return moved.flip(-1) if self.mirrored else moved
 
 
-def other_views(augmentation: Augmentation, count: int | None) -> tuple[View, ...]:
+def other_views(augmentation: Augmentation, count: int) -> tuple[View, ...]:
     """With the image as it is ``count`` views, by these changes, the nearest first.
 
     >>> other_views(Augmentation("flip"), 2)
@@ -45,9 +45,9 @@ def other_views(augmentation: Augmentation, count: int | None) -> tuple[View, ..
     moves = MOVES if "shift" in names else MOVES[:1]
     mirrored = (False, True) if "flip" in names else (False,)
     views = [View(down, right, mirror) for (down, right), mirror in product(moves, mirrored)]
-    if count is None or not 2 <= count <= len(views):
+    if not 2 <= count <= len(views):
         raise InputError(
             f"--augment {augmentation.names} on scatter features needs --augmentations, from 2 to {len(views)}: "
-            f"the image as it is and fixed views of it; found {'none' if count is None else count}"
+            f"the image as it is and fixed views of it; found {count}"
         )
     return tuple(views[1:count])

@@ -20,12 +20,12 @@ from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients.tape import Tape
-from dpis.mechanism.config import Contribution, NormSum
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.noise import add_noise
+from dpis.options import Contribution, NormSum
 from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
 

@@ -30,7 +30,8 @@ from dpis.accounting import (
 from dpis.accounting.adaptive import count_noise_multiplier, norm_noise_multiplier
 from dpis.accounting.renyi import best_order
 from dpis.accounting.workload import COUNT, NORM_SUM
-from dpis.mechanism.config import Config, Method
+from dpis.mechanism.config import Config
+from dpis.options import Method
 
 MOST_COUNT_CHANGE = 2.0
 """A released number of records may differ from the declared one by this factor, no more."""
@@ -106,7 +107,7 @@ def plan_with_count(plan: RunPlan, noisy_count: float) -> RunPlan:
     """The adaptive plan made anew from a released number of records; its filter's order stays."""
     before, config = plan.privacy, plan.config
     assert isinstance(before, AdaptivePlan)
-    enough = math.floor(config.batch_size / config.pi_cap) + 1  # keeps b/n below pi_cap
+    enough = math.floor(config.batch_size / config.rate_cap) + 1  # keeps b/n below rate_cap
     lowest = max(config.n_public / MOST_COUNT_CHANGE, enough)
     n = round(bounded_count(noisy_count, config.n_public, lowest))
     workload = Workload.create(n_public=n, batch_size=config.batch_size, epochs=config.epochs)
@@ -148,8 +149,8 @@ def _adaptive(config: Config, workload: Workload, order: int | None) -> Adaptive
     return plan_adaptive(
         Budget(config.epsilon, config.delta),
         workload,
-        a_e=config.a_e,
-        pi_cap=config.pi_cap,
+        reserve_share=config.reserve_share,
+        rate_cap=config.rate_cap,
         order=order,
         adjacency=_adjacency(config),
         releases=_before_training(config),

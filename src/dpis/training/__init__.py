@@ -1,6 +1,6 @@
 """The training loop: records, checkpoints, evaluation, and what is released at the end."""
 
-from dpis.training.api import PublicCountWarning, train
+from dpis.training.api import train
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import HeldOut
 from dpis.training.interrupt import InterruptedRunError
@@ -14,7 +14,6 @@ __all__ = [
     "EarlyStop",
     "HeldOut",
     "InterruptedRunError",
-    "PublicCountWarning",
     "Records",
     "Result",
     "Run",

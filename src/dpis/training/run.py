@@ -8,19 +8,15 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dpis.accounting import Accountant, Cadence, CountSource, Entry, Release
+from dpis.accounting import Cadence, CountSource, Entry, Release
 from dpis.accounting.workload import COUNT
 from dpis.errors import InputError
 from dpis.mechanism import (
-    AdaptiveClipping,
     Config,
-    Contribution,
     EventCounter,
     Journal,
     LedgerJournal,
     Mechanism,
-    Method,
-    NormSum,
     RunPlan,
     make_plan,
     plan_with_count,
@@ -211,20 +207,13 @@ def config_to_json(config: Config) -> str:
 def config_from_json(text: str) -> Config:
     """The config that `config_to_json` wrote."""
     values = json.loads(text)
-    kappa, clipping = values["kappa"], values["clipping"]
+    if unknown := sorted(values.keys() - {field.name for field in fields(Config)}):
+        raise InputError(f"the run was begun by another version, with {', '.join(unknown)}")
     values |= {
-        "method": Method(values["method"]),
         "n_public_source": CountSource(values["n_public_source"]),
-        "contribution": Contribution(values["contribution"]),
-        "norm_sum": NormSum(values["norm_sum"]),
-        "accountant": Accountant(values["accountant"]),
-        "headroom": float(values["headroom"]),
-        "kappa": tuple(kappa) if isinstance(kappa, list) else kappa,
-        "clipping": None if clipping is None else AdaptiveClipping(**clipping),
         "releases": tuple(
             Release(r["label"], r["noise_multiplier"], Cadence(r["cadence"]))
             for r in values["releases"]
         ),
     }
-    known = {field.name for field in fields(Config)}
-    return Config(**{name: value for name, value in values.items() if name in known})
+    return Config(**values)

@@ -53,7 +53,7 @@ def adaptive_history(epsilon, kappas=None, a_e=0.8, last=0.35):
     """What an adaptive run would have done with these kappas, by the real planner; not changed by callers."""
     kappas = falling_kappa(last=last) if kappas is None else kappas
     workload = Workload.create(n_public=N, batch_size=BATCH, epochs=len(kappas))
-    plan = plan_adaptive(Budget(epsilon, 1e-5), workload, a_e=a_e)
+    plan = plan_adaptive(Budget(epsilon, 1e-5), workload, reserve_share=a_e)
     norm_sum = renyi_divergence(Gaussian(noise_multiplier=plan.norm_noise_multiplier), plan.order)
     spent, history = 0.0, []
     for epoch, kappa in enumerate(kappas, start=1):

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from dpis.app.jobs import JobResult
+from dpis.app.jobs.training import JobResult
 from dpis.app.page import words
 
 

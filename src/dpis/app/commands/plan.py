@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -30,57 +31,41 @@ from dpis.accounting import (
 from dpis.accounting.ledger import Mode
 from dpis.accounting.renyi import renyi_divergence
 from dpis.accounting.workload import releases_over_run
-from dpis.defaults import A_E
+from dpis.app.commands.flags import flag, with_flags
 from dpis.errors import InputError
+from dpis.options import Privacy, Training
+
+SAID = ("epsilon", "n_public", "batch_size", "epochs")
+"""What a plan cannot do without."""
+OFFERED = (*SAID, "delta", "kappa", "equivalent_batch", "accountant", "reserve_share", "decay_rate")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Planned(Privacy, Training):
+    """Where the options of a plan are declared."""
+
+
+HELP = {
+    "accountant": "Predeclared: pld (default) or rdp. Adaptive: rdp.",
+    "decay_rate": "Predeclared: noise falls as exp(-rate * epoch), typically 0.001 to 0.01.",
+}
+
+
+@with_flags(flag(_Planned, name, required=name in SAID, help=HELP.get(name)) for name in OFFERED)
 def plan(
-    epsilon: Annotated[float, typer.Option(help="The budget's epsilon.")],
-    n_public: Annotated[
-        int, typer.Option(help="The declared number of records; never read from the data.")
-    ],
-    batch_size: Annotated[
-        int, typer.Option(help="Expected batch size b; an epoch has floor(n_public/b) steps.")
-    ],
-    epochs: Annotated[int, typer.Option(help="Number of epochs.")],
-    delta: Annotated[float, typer.Option(help="The budget's delta.")] = 1e-5,
-    kappa: Annotated[
-        str | None,
-        typer.Option(
-            metavar="VALUE|A:B|LIST",
-            help="Norm utilisation in (0, 1]: a number, linear A:B, or a list.",
-        ),
-    ] = None,
-    equivalent_batch: Annotated[
-        float | None,
-        typer.Option(
-            help="B = b/kappa, the DP-SGD batch with the same privacy; instead of --kappa."
-        ),
-    ] = None,
+    *,
     mode: Annotated[
-        str, typer.Option(metavar="predeclared|adaptive", help="What the claim rests on.")
+        str,
+        typer.Option(
+            metavar="predeclared|adaptive", help="What the claim rests on.", show_default=True
+        ),
     ] = "predeclared",
-    accountant: Annotated[
-        str | None,
-        typer.Option(metavar="pld|rdp", help="Predeclared: pld (default) or rdp. Adaptive: rdp."),
-    ] = None,
     adjacency: Annotated[
         str,
         typer.Option(
-            metavar="add-remove|zero-out", help="Between which data sets the promise holds."
+            metavar="add-remove|zero-out", help="Between which datasets the promise holds."
         ),
     ] = "add-remove",
-    a_e: Annotated[
-        float | None,
-        typer.Option(
-            "--a-e",
-            help=f"Adaptive: share of epochs that reserve for kappa = 1. [default: {A_E:g}]",
-        ),
-    ] = None,
-    decay_rate: Annotated[
-        float | None,
-        typer.Option(help="Predeclared: noise falls as exp(-rate*epoch), typically 0.001 to 0.01."),
-    ] = None,
     release: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,57 +76,57 @@ def plan(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of tables.")
     ] = False,
+    **options: Any,
 ) -> None:
     """How much noise does this budget ask for?"""
-    budget = Budget(epsilon, delta)
-    neighbours = Adjacency.parse(adjacency)
+    asked = _Planned(**{name: value for name, value in options.items() if value is not None})
+    budget, n_public = Budget(asked.epsilon, asked.delta), options["n_public"]
     workload = Workload.create(
         n_public=n_public,
-        batch_size=batch_size,
-        epochs=epochs,
-        kappa=kappa,
-        equivalent_batch=equivalent_batch,
+        batch_size=options["batch_size"],
+        epochs=asked.epochs,
+        kappa=options["kappa"],
+        equivalent_batch=asked.equivalent_batch,
     )
-    if delta * n_public >= 1:
+    if asked.delta * n_public >= 1:
         typer.echo(
             "dpis: warning: delta is not below 1 / n_public: the promise then allows to publish a record now and then. "
             f"Choose a delta well below {1 / n_public:g}",
             err=True,
         )
-    releases = [_parse_release(text) for text in release or []]
+    common: dict[str, Any] = {
+        "adjacency": Adjacency.parse(adjacency),
+        "releases": [_parse_release(text) for text in release or []],
+    }
+    decays = "decay_rate" in asked.said
     result: PredeclaredPlan | AdaptivePlan
     if _parse_mode(mode) is Mode.PREDECLARED:
-        _refuse("--a-e", a_e, "the adaptive mode")
+        _refuse(asked, "reserve_share", "the adaptive mode")
         result = plan_predeclared(
             budget,
             workload,
-            accountant=Accountant.PLD if accountant is None else Accountant.parse(accountant),
-            adjacency=neighbours,
-            noise_shape=None if decay_rate is None else exponential_decay(decay_rate, epochs),
-            releases=releases,
+            accountant=Accountant(asked.accountant),
+            noise_shape=exponential_decay(asked.decay_rate, asked.epochs) if decays else None,
+            **common,
         )
     else:
-        _refuse("--decay-rate", decay_rate, "the predeclared mode")
-        if accountant is not None and Accountant.parse(accountant) is not Accountant.RDP:
+        _refuse(asked, "decay_rate", "the predeclared mode")
+        if "accountant" in asked.said and asked.accountant != Accountant.RDP:
             raise InputError(
                 "the adaptive mode is accounted by a Renyi filter alone: leave --accountant out or use rdp"
             )
-        result = plan_adaptive(
-            budget,
-            workload,
-            a_e=A_E if a_e is None else a_e,
-            adjacency=neighbours,
-            releases=releases,
-        )
+        result = plan_adaptive(budget, workload, reserve_share=asked.reserve_share, **common)
     if as_json:
         typer.echo(json.dumps(plan_as_json(result)))
     else:
         print_plan(result, Console())
 
 
-def _refuse(option: str, value: object, where: str) -> None:
-    if value is not None:
-        raise InputError(f"{option} belongs to {where}: it would have no effect here")
+def _refuse(asked: Privacy, name: str, where: str) -> None:
+    if name in asked.said:
+        raise InputError(
+            f"--{name.replace('_', '-')} belongs to {where}: it would have no effect here"
+        )
 
 
 def _parse_mode(name: str) -> Mode:
@@ -234,8 +219,8 @@ def _claim_in_words(data: dict[str, Any]) -> str:
     ]
     if data["mode"] == Mode.ADAPTIVE:
         lines += [
-            f"  Renyi filter at order alpha = {data['alpha']}, rho budget {data['rho_budget']:.6g}, "
-            f"a_E = {data['a_e']:g}",
+            f"  Renyi filter at order alpha = {data['alpha']}, rho budget {data['rho_budget']:.6g}",
+            f"  {100 * data['reserve_share']:g} % of the epochs reserve as if kappa were 1",
             f"  norm sums are released with noise multiplier {data['norm_noise_multiplier']:g}",
             "  noise below: for kappa = 1; a run lowers it as the released norms fall",
             "  the claim is the budget; PLD does not apply to noise chosen during the run",

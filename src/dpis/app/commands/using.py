@@ -29,7 +29,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How good is a finished model on this data?"""
-    from dpis.app.jobs import evaluate_run
+    from dpis.app.jobs.using import evaluate_run
 
     metrics = evaluate_run(run, data, device, delimiter)
     if as_json:
@@ -53,7 +53,7 @@ def predict(
     ] = False,
 ) -> None:
     """Predict with a finished model: one line a record, in the order of the file."""
-    from dpis.app.jobs import predict_file
+    from dpis.app.jobs.using import predict_file
     from dpis.runs.folder import write_whole
 
     predictions = predict_file(run, data, device, delimiter)

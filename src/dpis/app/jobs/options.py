@@ -1,132 +1,133 @@
-"""What `dpis train` was asked for. What is None was not said, and gets a default that suits model and data."""
+"""What `dpis train` can be asked for: the options of every door, and its own about files and named models."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dpis.app.jobs.systems import system
 from dpis.errors import InputError
-from dpis.features.colours import Colours
-from dpis.mechanism import Method
-from dpis.training.api import require_learning_rate
+from dpis.options import Knob, Method, Privacy, Training, knob, knobs
 
 SAMPLE = "fmnist-sample"
 
+_model = functools.partial(knob, group="Model")
+_file = functools.partial(knob, group="Your own file")
+_measuring = functools.partial(knob, group="Measuring")
+_run = functools.partial(knob, group="Run")
+
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
-    """The options of the command line, by their names."""
+class JobOptions(Privacy, Training):
+    """The options of the command line. Defaults that follow model and data are None, and settled later."""
 
-    dataset: str = SAMPLE
-    method: str = "dpis"
-    model: str | None = None
-    normalise: str | None = None
-    colours: str | None = None
-    augment: str | None = None
-    augmentations: int | None = None
-    # the promise
-    epsilon: float | None = None
-    delta: float | None = None
-    n_public: int | None = None
-    release_n: bool = False
-    accountant: str | None = None
-    # sampling
-    epochs: int | None = None
-    batch_size: int | None = None
-    kappa: str | None = None
-    equivalent_batch: float | None = None
-    k: float | None = None
-    g_l: float | None = None
-    contribution: str | None = None
-    a_e: float | None = None
-    norm_sum: str | None = None
-    decay_rate: float | None = None
-    # clipping
-    clip_norm: str | None = None
-    c_star: float | None = None
-    c_min: float | None = None
-    lambda_: float | None = None
-    # optimisation
-    optimizer: str = "sgd"
-    lr: float | None = None
-    ema: float | None = None
-    physical_batch: int | None = None
-    # data of the user's own
-    target: str | None = None
-    schema: str | None = None
-    bounds: tuple[str, ...] = ()
-    categories: tuple[str, ...] = ()
-    classes: str | None = None
-    drop: tuple[str, ...] = ()
-    release_scale: bool = False
-    delimiter: str | None = None
-    eval_data: str | None = None
-    eval_share: float | None = None
-    user_column: str | None = None
-    max_rows_per_user: int | None = None
-    # the run
-    seed: int | None = None
-    diagnostics: bool = False
-    device: str = "auto"
-    out: str | None = None
+    dataset: str = _model(
+        SAMPLE,
+        "mnist, fmnist, cifar10, imdb, or a file of your own: .csv, .npz, .pt.",
+        shown="a sample of Fashion-MNIST",
+        form="DATASET",
+    )
+    method: str = knob(
+        Method.DPIS.value,
+        "dpis, dpis-adaptive, dp-sgd, dp-sgd-decay, dp-sgd-ts (tanh), dp-sgd-hf (scatter features), or sgd "
+        "(not private).",
+        group="Guarantee",
+    )
+    model: str | None = _model(
+        None,
+        "scatter-linear, scatter-cnn, cnn (tanh), cnn-relu, mlp, linear; for texts bag-linear, bag-mlp, rnn, "
+        "rnn-tanh; or package.module:factory.",
+        shown="by the data",
+    )
+    normalise: str | None = _model(
+        None,
+        "Scatter features: by record, or by an accounted release, which suits colour images.",
+        shown="group",
+        choices=("group", "channel"),
+    )
+    colours: str | None = _model(
+        None,
+        "Scatter features of colour images: of red, green, blue, or of brightness and two differences.",
+        shown="rgb",
+        choices=("rgb", "opponent"),
+    )
+
+    target: str | None = _file(None, "CSV: the column to learn.")
+    classes: str | None = _file(
+        None,
+        "The classes; from-data confirms that they are public.",
+        form="A,B,C|10|from-data",
+    )
+    schema: str | None = _file(None, "CSV: bounds, categories, classes in a .json or .toml file.")
+    bounds: tuple[str, ...] = _file(
+        (), "CSV: a numeric column. May be repeated.", form="COL=LOW:HIGH"
+    )
+    categories: tuple[str, ...] = _file(
+        (), "CSV: a categorical column. May be repeated.", form="COL=A,B|from-data"
+    )
+    drop: tuple[str, ...] = _file((), "CSV: leave a column out. May be repeated.", form="COL")
+    release_scale: bool = _file(False, "CSV: pay for a private release of undeclared bounds.")
+    delimiter: str | None = _file(None, "CSV: between cells.", shown="as the header shows")
+    user_column: str | None = _file(None, "Protect users, not rows: the column that names them.")
+
+    eval_data: str | None = _measuring(None, "Your file to measure the model on.")
+    eval_share: float | None = _measuring(
+        None,
+        "Hold this share of the training records out by coins, to measure on.",
+        shown="0.1 of your file; of a dataset by name its test set is used instead",
+        above=0,
+        below=1,
+    )
+
+    seed: int | None = _run(None, "Repeatable, for research: the model is then not for release.")
+    out: str | None = _run(None, "Folder of the run, new or empty.", shown="runs/1, runs/2, ...")
 
     def __post_init__(self) -> None:
-        if self.eval_share is not None and not 0 < self.eval_share < 1:
-            raise InputError(
-                f"--eval-share must lie strictly between 0 and 1, found {self.eval_share:g}"
-            )
+        super().__post_init__()
         if self.eval_share is not None and self.eval_data is not None:
             raise InputError(
                 "--eval-share holds training records out, --eval-data brings others: give one of them"
             )
-        if self.lr is not None:
-            require_learning_rate(self.lr, "--lr")
-        if self.normalise not in (None, "group", "channel"):
-            raise InputError(f"--normalise must be group or channel, found {self.normalise!r}")
-        if self.colours not in (None, *Colours):
-            raise InputError(f"--colours must be rgb or opponent, found {self.colours!r}")
-        if self.augmentations is not None and self.augmentations < 1:
-            raise InputError(f"--augmentations must be at least 1, found {self.augmentations}")
-        if self.augmentations is not None and self.augment is None:
+        if "augmentations" in self.said and self.augment is None:
             raise InputError("--augmentations has no effect without --augment: say what changes")
-        self._refuse_what_the_method_ignores(system(self.method).method)
+        self.refuse_unused(system(self.method).method)
 
-    def _refuse_what_the_method_ignores(self, method: Method) -> None:
-        """An option that would have no effect is an error: silence would be taken for consent."""
-        for names, used in (
-            (("k", "g_l"), method.by_importance),
-            (("a_e", "norm_sum"), method is Method.DPIS_ADAPTIVE),
-            (("decay_rate",), method is Method.DP_SGD_DECAY),
-            (("accountant",), method.private and method is not Method.DPIS_ADAPTIVE),
-            (("epsilon", "delta", "clip_norm", "contribution"), method.private),
-        ):
-            for name in names:
-                if getattr(self, name) is not None and not used:
-                    flag = "--" + name.replace("_", "-")
-                    raise InputError(f"{flag} has no effect on {method}: leave it out")
+    @staticmethod
+    def called(name: str) -> str:
+        """As a flag."""
+        return "--" + name.replace("_", "-")
+
+    @property
+    def privacy(self) -> Privacy:
+        """What was asked for of the guarantee, with the method that the name stands for."""
+        chosen = {one.name: getattr(self, one.name) for one in fields(Privacy)}
+        return Privacy(**{**chosen, "method": system(self.method).method})
 
     def as_json(self) -> dict[str, Any]:
         """For the secret checkpoint; paths are made absolute, so that a resumed job finds its data anywhere."""
-        values = asdict(self)
-        for name in ("dataset", "schema", "eval_data"):
-            value = values[name]
-            if value is not None and is_file(value):
-                values[name] = str(Path(value).absolute())
-        return values
+        values = {name: getattr(self, name) for name in sorted(self.said)}
+        for name in self.said & {"dataset", "schema", "eval_data"}:
+            if is_file(values[name]):
+                values[name] = str(Path(values[name]).absolute())
+        written: dict[str, Any] = json.loads(json.dumps(values))
+        return written
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobOptions:
         """The inverse of `as_json`. An option that is not known is refused: it would have no effect."""
-        given: dict[str, Any] = dict(values)
-        unknown = sorted(set(given) - {field.name for field in fields(cls)})
+        unknown = sorted(values.keys() - shell_knobs().keys())
         if unknown:
             raise InputError(f"`dpis train` has no option {', '.join(unknown)} in this version")
-        for name in ("bounds", "categories", "drop"):
-            given[name] = tuple(given.get(name, ()))
-        return cls(**given)
+        return cls(**values)
+
+
+def shell_knobs() -> dict[str, Knob]:
+    """The options that the command line offers, by name."""
+    return {name: one for name, one in knobs(JobOptions).items() if not one.python_only}
 
 
 def is_file(dataset: str) -> bool:

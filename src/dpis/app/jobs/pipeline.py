@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dpis.app.jobs import plain_table
@@ -189,16 +188,3 @@ def decode(outputs):
     values = {middle!r} + {half!r} * outputs.detach().double().reshape(len(outputs))
     return values.clamp({low!r}, {high!r}).tolist()
 """
-
-
-def to_device(name: str) -> torch.device:
-    """A device by name; ``auto`` is a GPU of CUDA if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"device {name!r} cannot be used: {reason}") from None
-    return device

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-from dpis import defaults
-from dpis.accounting import Accountant, Budget, CountSource, Release
+from dpis.accounting import Release
 from dpis.app.jobs.options import JobOptions
 from dpis.app.jobs.sources import RecordSource
 from dpis.app.jobs.systems import System
 from dpis.errors import InputError
 from dpis.features.channels import channel_releases
-from dpis.mechanism import AdaptiveClipping, Config, Contribution, Method, NormSum, make_plan
+from dpis.mechanism import Config, make_plan
 from dpis.models.named import KINDS, Inputs, ModelKind
+from dpis.options import Method
 
-T = TypeVar("T")
-
-CLIP_STEPS = 100.0
-DEFAULT_EPOCHS = 40
 DEFAULT_EMA = 0.95
 ADAM_LEARNING_RATE = 0.002
-
-
-def said_or(said: T | None, default: T) -> T:
-    """What was said, or else the default."""
-    return default if said is None else said
 
 
 def model_name(options: JobOptions, asked: System, source: RecordSource) -> str:
@@ -77,40 +66,22 @@ def _default_model(source: RecordSource) -> str:
     return "mlp" if shape is None or min(shape[-2:]) < 8 else "scatter-linear"
 
 
-def make_config(
-    options: JobOptions, method: Method, kind: ModelKind, source: RecordSource
-) -> Config:
+def make_config(options: JobOptions, kind: ModelKind, source: RecordSource) -> Config:
     """The mechanism's config, with defaults where nothing was said."""
-    n_public = source.population if options.n_public is None else options.n_public
-    budget = _budget(options)
-    clip_norm, clipping = _clipping(options, kind)
-    batch_size = options.batch_size
-    if batch_size is None:
-        batch_size = default_batch_size(n_public)
-    return Config(
-        method=method,
-        epsilon=budget.epsilon,
-        delta=budget.delta,
-        n_public=n_public,
-        n_public_source=CountSource.DATASET_LENGTH
-        if options.n_public is None
-        else CountSource.GIVEN,
-        batch_size=batch_size,
-        epochs=DEFAULT_EPOCHS if options.epochs is None else options.epochs,
-        kappa=options.kappa,
-        equivalent_batch=options.equivalent_batch,
-        headroom=said_or(options.k, defaults.HEADROOM),
-        floor=said_or(options.g_l, 0.05),
-        contribution=Contribution.parse(said_or(options.contribution, "weight")),
-        clip_norm=clip_norm,
-        clipping=clipping,
-        a_e=said_or(options.a_e, defaults.A_E),
-        norm_sum=NormSum.parse(said_or(options.norm_sum, "full-pass")),
-        decay_rate=said_or(options.decay_rate, 0.005),
-        accountant=Accountant.parse(said_or(options.accountant, "pld")),
-        releases=releases(options, source) if method.private else (),
-        release_n=options.release_n,
+    privacy = options.privacy
+    return Config.settle(
+        privacy,
+        records=source.population,
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        clip_norm=kind.clip_norm,
+        releases=releases(options, source) if Method(privacy.method).private else (),
     )
+
+
+def average_decay(options: JobOptions) -> float:
+    """Of the moving average of the weights; 0: none."""
+    return DEFAULT_EMA if options.ema is None else options.ema
 
 
 def learning_rate(
@@ -127,37 +98,7 @@ def learning_rate(
     )
 
 
-def default_batch_size(n_public: int) -> int:
-    """A fifth of the records, at most 8,192: large batches suffer least from noise."""
-    return max(1, min(8192, n_public // 5))
-
-
-def _clipping(options: JobOptions, kind: ModelKind) -> tuple[float, AdaptiveClipping | None]:
-    """``--clip-norm auto``, or any of its bounds, adapts the clip norm from the model's usual one."""
-    auto = options.clip_norm == "auto"
-    first = kind.clip_norm
-    if options.clip_norm is not None and not auto:
-        try:
-            first = float(options.clip_norm)
-        except ValueError:
-            raise InputError(
-                f"--clip-norm must be a number or auto, found {options.clip_norm!r}"
-            ) from None
-    bounds = (options.c_star, options.c_min, options.lambda_)
-    if not auto and all(value is None for value in bounds):
-        return first, None
-    return first, AdaptiveClipping(
-        ceiling=4 * first if options.c_star is None else options.c_star,
-        lowest=first / CLIP_STEPS if options.c_min is None else options.c_min,
-        quantile=1.0 if options.lambda_ is None else options.lambda_,
-    )
-
-
 def releases(options: JobOptions, source: RecordSource) -> tuple[Release, ...]:
     """What is released, and paid for, before training."""
     by_channel = options.normalise == "channel"
-    return (*source.releases, *(channel_releases(_budget(options).epsilon) if by_channel else ()))
-
-
-def _budget(options: JobOptions) -> Budget:
-    return Budget(said_or(options.epsilon, 3.0), said_or(options.delta, 1e-5))
+    return (*source.releases, *(channel_releases(options.epsilon) if by_channel else ()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dpis.errors import InputError
-from dpis.mechanism import Method
+from dpis.options import Method
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpis.app.jobs.options import JobOptions
-from dpis.app.jobs.pipeline import Pipeline, to_device
+from dpis.app.jobs.pipeline import Pipeline
 from dpis.app.jobs.settings import (
-    DEFAULT_EMA,
+    average_decay,
     learning_rate,
     make_config,
     model_name,
     releases,
     require_fit,
-    said_or,
 )
 from dpis.app.jobs.sources import Encoded, RecordSource, open_source
 from dpis.app.jobs.systems import system
@@ -42,12 +41,10 @@ from dpis.models.named import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
-from dpis.training.api import OPTIMIZERS
+from dpis.training.api import OPTIMIZERS, to_device
 from dpis.training.evaluation import metrics_of
 from dpis.training.model_file import describe
 from dpis.training.progress import Reporter
-
-MAX_ROWS_PER_USER = 8
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,6 @@ class _Job:
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
         self._device = to_device(options.device)
         self._system = system(options.method)
-        if options.optimizer not in OPTIMIZERS:
-            raise InputError(
-                f"--optimizer must be one of {', '.join(OPTIMIZERS)}, found {options.optimizer!r}"
-            )
 
     def run(self, resume: Path | None) -> JobResult:
         """Everything from reading the data to the released model."""
@@ -103,9 +96,9 @@ class _Job:
         source = open_source(options, self._key)
         kind = model_kind(model_name(options, self._system, source))
         require_fit(options, kind, source)
-        if options.max_rows_per_user is not None and not source.user_level:
+        if "max_rows_per_user" in options.said and not source.user_level:
             raise InputError("--max-rows-per-user has no effect without users: give --user-column")
-        config = make_config(options, self._system.method, kind, source)
+        config = make_config(options, kind, source)
         task = self._task(source, kind, config, None)  # errors come before anything is written
         if resume is None:
             for note in (*source.notes, *_note_on_count(options.n_public, source)):
@@ -149,7 +142,7 @@ class _Job:
         model = self._model(kind, tuple(shape), len(classes) if classes else 1)
         trained = [p for p in model.parameters() if p.requires_grad]
         lr = learning_rate(options, kind, config, source)
-        ema = said_or(options.ema, DEFAULT_EMA)
+        ema = average_decay(options)
         return Task(
             model=model,
             records=self._records(inputs, encoded, changes),
@@ -174,11 +167,10 @@ class _Job:
 
     def _records(self, inputs: Tensor, encoded: Encoded, changes: _Changes) -> Records:
         by_user = encoded.user_ids is not None
-        most = said_or(self._options.max_rows_per_user, MAX_ROWS_PER_USER)
         return Records(
             TensorDataset(inputs, encoded.targets),
             user_ids=encoded.user_ids,
-            max_rows_per_user=most if by_user else 1,
+            max_rows_per_user=self._options.max_rows_per_user if by_user else 1,
             views=1 + len(changes.views),
             augment=changes.augment,
             augmentations=changes.augmentations,
@@ -193,7 +185,7 @@ class _Job:
         mechanism: Mechanism | None,
     ) -> tuple[Pipeline, Tensor]:
         """How inputs are made, and those of the training records: of every view, ``[records, views, ...]``."""
-        colours = Colours(said_or(self._options.colours, Colours.RGB))
+        colours = Colours(self._options.colours or Colours.RGB)
         unscaled = Pipeline(encoded.preprocessing, kind.inputs, colours=colours)
         features = unscaled.described(encoded.features)
         by_channel = self._options.normalise == "channel"
@@ -234,7 +226,7 @@ def _changes(options: JobOptions, kind: ModelKind) -> _Changes:
     augmentation = Augmentation(options.augment)
     if kind.inputs is Inputs.SCATTERED:
         return _Changes(views=other_views(augmentation, options.augmentations))
-    return _Changes(augment=augmentation, augmentations=said_or(options.augmentations, 1))
+    return _Changes(augment=augmentation, augmentations=options.augmentations)
 
 
 def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
@@ -280,6 +272,6 @@ def _public_recipe(options: JobOptions, config: Config, source: RecordSource) ->
         "augmentations": options.augmentations,
         "optimizer": options.optimizer,
         "lr": learning_rate(options, model_kind(model), config, source),
-        "ema": said_or(options.ema, DEFAULT_EMA),
+        "ema": average_decay(options),
         "measured_on": source.held_out,
     }

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpis.app.jobs.options import SAMPLE, is_file
-from dpis.app.jobs.pipeline import Content, Pipeline, to_device
+from dpis.app.jobs.pipeline import Content, Pipeline
 from dpis.datasets.named import TextDataset, load
 from dpis.datasets.sample import load_sample
 from dpis.errors import InputError
@@ -19,6 +19,7 @@ from dpis.files.records import encode_evaluation, encode_features
 from dpis.models.named import ModelKind, model_kind
 from dpis.runs.folder import RunFolder
 from dpis.runs.summary import read_summary
+from dpis.training.api import to_device
 from dpis.training.evaluation import HeldOut, evaluate, evaluating, metrics_of
 from dpis.training.model_file import ModelCard, build, load_card, load_weights
 

@@ -196,8 +196,8 @@ def _over_epochs(
 
 
 _ONLY_FOR = {
-    "a_e": "dpis-adaptive",
-    "pi_cap": "dpis-adaptive",
+    "reserve_share": "dpis-adaptive",
+    "rate_cap": "dpis-adaptive",
     "norm_sum": "dpis-adaptive",
     "headroom": "dpis",
     "floor": "dpis",
@@ -214,7 +214,7 @@ _ONLY_FOR = {
 """Settings that other methods ignore, by how the names of those that use them begin."""
 
 _NAMES = {
-    "a_e": "a_E (schedule)",
+    "reserve_share": "a_E (schedule)",
     "floor": "floor g_L / C",
     "headroom": "headroom k",
     "kappa": "kappa, as asked for",
