@@ -30,7 +30,9 @@ def seeded_torch(stream: Stream) -> Iterator[None]:
     seed = _seed(stream.bytes(8))
     with _forked_torch():
         if torch.accelerator.is_available():
-            torch.manual_seed(seed)  # of accelerators, which keep all of it; a millisecond by itself
+            torch.manual_seed(
+                seed
+            )  # of accelerators, which keep all of it; a millisecond by itself
         torch.default_generator.set_state(_torch_state(stream))
         yield
 

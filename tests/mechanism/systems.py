@@ -209,7 +209,7 @@ class Small:
         self.gradients = engine(records.shape[1], records.dtype) if gradients is None else gradients
 
     def begin(self) -> Any:
-        return self.mechanism.begin_epoch(lambda: self.records.double().norm(dim=1))
+        return self.mechanism.begin_epoch(self.records.double().norm(dim=1))
 
     def seen(self, norms: Sequence[float]) -> Small:
         """As if these norms had been seen before; inf is unseen."""

@@ -152,8 +152,8 @@ def norm_sum_every_step(self):
     return DRAW_AHEAD(self)
 
 
-def steps_by_the_population(self, norms_of_all):
-    terms = BEGIN(self, norms_of_all)
+def steps_by_the_population(self, all_norms):
+    terms = BEGIN(self, all_norms)
     self.steps_left = self.sampler.population // self.plan.config.batch_size
     return terms
 

@@ -108,7 +108,7 @@ class Session:
         self._forget()
         if self.mechanism.steps_left != self.mechanism.plan.workload.steps_per_epoch:
             self.mechanism.abandon_epoch()
-            self.mechanism.begin_epoch(_no_full_pass)
+            self.mechanism.begin_epoch()
         self._iteration = object()
         return self._iteration
 
@@ -394,7 +394,3 @@ def _refuse_gradient(parameter: Tensor) -> None:
         "the loader that make_private returned, and leave penalties on weights to the optimizer's weight_decay. To "
         "evaluate use torch.no_grad(); for gradients of inputs use torch.autograd.grad"
     )
-
-
-def _no_full_pass() -> Tensor:
-    raise MisuseError("a loop that is not ours cannot be asked for the norms of all records")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,10 +39,6 @@ class Occasion:
 
     purpose: str
     epoch: int
-
-
-NormsOfAll = Callable[[], Tensor]
-"""The gradient norms of all records at the current parameters, float64, in the order of the records."""
 
 
 class Mechanism:
@@ -123,11 +119,18 @@ class Mechanism:
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_epoch(self, norms_of_all: NormsOfAll) -> Terms:
+    @property
+    def wants_all_norms(self) -> bool:
+        """Whether the next epoch begins with a full pass over all records."""
+        adapts = self.plan.privacy.adapts
+        return adapts and self.plan.config.norm_sum is NormSum.FULL_PASS
+
+    def begin_epoch(self, all_norms: Tensor | None = None) -> Terms:
         """Fix the terms of the next epoch and spend all of its steps.
 
         Args:
-            norms_of_all: asked for a full pass, where the method makes one.
+            all_norms: the gradient norms of all records at the current parameters, float64, in the order of the
+                records; where `wants_all_norms` says so.
         """
         if self.steps_left:
             raise InputError(
@@ -135,7 +138,7 @@ class Mechanism:
             )
         privacy, epoch = self.plan.privacy, self.epoch + 1
         privacy.require_epoch(epoch)
-        K_noisy = self._release_norm_sum(epoch, norms_of_all) if privacy.adapts else None
+        K_noisy = self._release_norm_sum(epoch, all_norms) if privacy.adapts else None
         terms = privacy.terms(epoch, self.clip_norm, K_noisy, self._spent)
         steps = self.plan.workload.steps_per_epoch
         if self._ahead:
@@ -187,11 +190,17 @@ class Mechanism:
         self.clip_norm = config.clipping.next_clip_norm(noisy, workload.n_public)
         self.sampler.set_clip_norm(self.clip_norm)
 
-    def _release_norm_sum(self, epoch: int, norms_of_all: NormsOfAll) -> float:
+    def _release_norm_sum(self, epoch: int, all_norms: Tensor | None) -> float:
         """``K'``, from all norms computed anew or as last seen."""
-        if self.plan.config.norm_sum is NormSum.FULL_PASS:
-            norms = norms_of_all()
-            self.sampler.observe(torch.arange(len(norms)), norms)
+        if self.wants_all_norms:
+            found = 0 if all_norms is None else len(all_norms)
+            if all_norms is None or found != self.sampler.population:
+                raise InputError(
+                    "the norms of all records are required before an epoch whose noise is solved from their sum, found "
+                    f"{'none' if all_norms is None else 'another number of them'}: take a full pass first. Nothing was "
+                    "released"
+                )
+            self.sampler.observe(torch.arange(found), all_norms)
         return self._release_sum_of_norms(
             Occasion("norm-sum", epoch),
             bound=self.clip_norm,

@@ -145,7 +145,7 @@ class Trainer:
     def _epoch(self, interrupted: Callable[[], bool]) -> None:
         mechanism = self._mechanism
         if not mechanism.steps_left:
-            mechanism.begin_epoch(self._norms_of_all)
+            mechanism.begin_epoch(self._all_norms() if mechanism.wants_all_norms else None)
         saved = time.monotonic()
         while mechanism.steps_left:
             self._step()
@@ -192,7 +192,7 @@ class Trainer:
         self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
         self._between_steps = True
 
-    def _norms_of_all(self) -> Tensor:
+    def _all_norms(self) -> Tensor:
         """The norms of all records at the current parameters, for a released norm sum."""
         key, epoch = self.run.key, self._mechanism.epoch + 1
         records, norms = self.task.records, [torch.zeros(0, dtype=torch.float64)]
