@@ -113,6 +113,13 @@ def takes_any_event(data):
     return Gaussian(noise_multiplier=data.get("noise_multiplier", 1.0))
 
 
+def law_of_verify_on_one_grid(folder):
+    """What may cost more than the claim is looked at on ever finer grids, which takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "_INTERVALS", verification._INTERVALS[:1])
+        test_verify.law_a_thousandth_too_much_is_found_out(folder)
+
+
 PLANTS = [
     Plant("3 the sampling rate may pass 1", events.PoissonGaussian, "__post_init__", lambda self: None,
           lambda: _raises(lambda: PoissonGaussian(sampling_rate=1.7, noise_multiplier=1.0))),
@@ -172,6 +179,8 @@ PLANTS = [
           test_accountants.law_unknown_accountants_raise),
     Plant("verify: believes the claim", verification, "_epsilon", lambda events, delta, claim: claim,
           test_verify.law_a_claim_below_its_events_is_found_out, ("folder", "header")),
+    Plant("verify: a plan may cost a hundredth more than the claim", verification, "_ROUNDING", 1e-2,
+          law_of_verify_on_one_grid, ("folder",)),
     Plant("verify: a filter may be overrun by a hundredth", verification, "_ROUNDING", 1e-2,
           test_verify.law_a_filter_overrun_by_a_thousandth_is_found_out, ("folder",)),
     Plant("verify: does not compare with the plan", events.PoissonGaussian, "dominates", lambda self, other: True,
@@ -224,3 +233,7 @@ def test_one_direction_alone_is_noticed(monkeypatch):
     monkeypatch.setattr(pld, "divergence_removed", pld.divergence_added)
     with pytest.raises(AssertionError):
         test_accountants.law_pld_bounds_both_directions()
+
+
+def test_verify_on_one_grid_holds_for_the_real_code(tmp_path):
+    law_of_verify_on_one_grid(tmp_path)

@@ -6,7 +6,9 @@ The laws hold for the real code, which is tried first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,17 @@ from dpis.coupling.items import CollateProbe
 from dpis.coupling.schedule import Looks
 from dpis.errors import CouplingError, DpisError
 from dpis.files import users as users_module
+from dpis.mechanism import secret_state
 from dpis.randomness import Key, Stream
 from dpis.training import records as module
+from dpis.training import run as run_module
+from dpis.training import trainer as trainer_module
 from dpis.training.records import Records
+from dpis.training.result import Result
+from tests.runs import test_checkpoint
 
 from . import laws_of_records as laws
+from . import test_methods, test_unseeded
 
 LAWS = {name: law for name, law in vars(laws).items() if name.startswith("law_")}
 
@@ -190,3 +198,57 @@ def test_a_planted_bug_is_noticed(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plant.target, plant.name, plant.bug)
     with pytest.raises((AssertionError, DpisError)):
         plant.law()
+
+
+# ── runs and their folders ───────────────────────────────────────────────────────────────────────────
+
+
+def claims_what_was_spent(*, claim: Any, summary: Any, **given: Any) -> Result:
+    """A run that stopped early says that it cost less."""
+    if summary.stopped_early:
+        claim = replace(claim, epsilon=0.9 * claim.epsilon)
+    return Result(claim=claim, summary=summary, **given)
+
+
+class FreshAtEveryStart(Key):
+    """What was saved is asked for and not used, unless a seed was given."""
+
+    def __init__(self, secret: bytes, seed: int | None = None) -> None:
+        super().__init__(secret if seed is not None else bytes(reversed(secret)), seed)
+
+
+def trusts_pickle(content: Any, **_: Any) -> Any:
+    return torch.load(content, map_location="cpu", weights_only=False)
+
+
+def resumes_with_its_key(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_unseeded.test_an_unseeded_run_goes_on_with_its_own_key(folder, patch, "dpis", 6)
+
+
+def runs_nothing(folder: Path) -> None:
+    test_checkpoint.test_nothing_in_a_checkpoint_is_run(folder, test_checkpoint._saved_by_torch)
+
+
+PLANTS_IN_FOLDERS: dict[str, tuple[Any, str, Any, Callable[[Path], None]]] = {
+    "the claim of a run that stopped early is what it spent": (
+        trainer_module, "Result", claims_what_was_spent,
+        test_methods.law_the_claim_is_the_plans_wherever_a_run_stops,
+    ),
+    "18 21 a run without a seed goes on with another key": (
+        run_module, "Key", FreshAtEveryStart, resumes_with_its_key,
+    ),
+    "27 a checkpoint is unpickled": (
+        secret_state, "torch", SimpleNamespace(load=trusts_pickle, save=torch.save), runs_nothing,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS_IN_FOLDERS)
+def test_a_planted_bug_of_runs_is_noticed(
+    plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, name, bug, law = PLANTS_IN_FOLDERS[plant]
+    monkeypatch.setattr(target, name, bug)
+    with pytest.raises((AssertionError, DpisError, pytest.fail.Exception)):
+        law(tmp_path)

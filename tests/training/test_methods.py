@@ -167,6 +167,26 @@ def test_an_early_stop_keeps_the_claim(tmp_path: Path) -> None:
     assert_verifies(result.folder)
 
 
+def law_the_claim_is_the_plans_wherever_a_run_stops(folder: Path) -> None:
+    """Also where it stopped by what it saw: then only the plan's claim is true."""
+    for epochs, stop in ((2, None), (3, EarlyStop(metric="constant", patience=1))):
+        result = fit(
+            folder / f"{epochs}",
+            epochs=epochs,
+            held_out=points(5),
+            metrics={"constant": lambda output, target: torch.ones(len(target))},
+            early_stop=stop,
+        )
+        assert result.epochs == 2
+        assert result.summary.stopped_early == (stop is not None)
+        assert result.claim == ledger(result.folder).header.claim
+        assert result.claim.epsilon == 4.0 == result.summary.claim["epsilon"]
+
+
+def test_the_claim_is_the_plans_wherever_a_run_stops(tmp_path: Path) -> None:
+    law_the_claim_is_the_plans_wherever_a_run_stops(tmp_path)
+
+
 def test_an_early_stop_may_want_less(tmp_path: Path) -> None:
     tried = 0.0  # before the first epoch, and of no account
     values = iter([tried, 3.0, 2.0, 1.0, 1.5, 1.2, 0.1])
