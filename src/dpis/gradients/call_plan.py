@@ -10,14 +10,9 @@ from torch import Tensor
 
 from dpis import batches
 from dpis.batches import Batch
+from dpis.coupling.neighbours import refuse_coupled_losses, with_one_changed
 from dpis.errors import GradientError, InputError
-from dpis.gradients.evidence import (
-    Trace,
-    gradients_of,
-    narrow,
-    refuse_coupled_losses,
-    with_one_changed,
-)
+from dpis.gradients.evidence import Trace, gradients_of, narrow
 from dpis.gradients.layout import Growth, Layout, find_growth
 from dpis.gradients.rules.general import General, arguments
 from dpis.gradients.rules.rule import Rule, name_of

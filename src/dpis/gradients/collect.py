@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dpis.gradients.call_plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
 from dpis.gradients.combine import Part, Place
+from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.ownership import refuse_gradients_of
 from dpis.gradients.rules.general import General
 from dpis.gradients.rules.rule import Call, ParameterFactor, name_of, widened
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dpis import batches
+from dpis.coupling.agreement import without_dropout
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
 from dpis.gradients.recorder import Recorder, WatchedPass
-from dpis.gradients.selfcheck import without_dropout
 from dpis.gradients.tape import Tape
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"

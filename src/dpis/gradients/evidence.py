@@ -1,4 +1,4 @@
-"""Whose entries move when one record changes: the order of records, and whether they couple."""
+"""Whose entries are whose in a model's tensors: learned from three records, and looked at again in a chunk."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpis import batches
-from dpis.batches import Batch
-from dpis.errors import CouplingError
-from dpis.gradients.layout import Growth
+from dpis.coupling.neighbours import coupled, refuse_gradient_of_others, same
+from dpis.gradients.layout import Growth, Layout
 from dpis.gradients.rules.rule import name_of
 from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
 
@@ -24,59 +22,6 @@ class Trace:
     uses: dict[Key, Use]
     constants: dict[Key, Shapes]
     losses: Tensor
-
-
-def with_one_changed(
-    batch: Batch, record: int, rows_per_record: int, keep_order: bool = False
-) -> Batch:
-    """Three records, one of them replaced by another, so that every value is one that occurs.
-
-    Where all records are equal in a tensor, floating-point values shrink a little instead, and whole numbers lose their
-    last entry.
-
-    Args:
-        batch: the three records.
-        record: which of them to replace.
-        rows_per_record: K.
-        keep_order: replace it by its neighbour: if records come in some order (the longest first), they still do.
-    """
-
-    def differs(other: int) -> bool:
-        by_tensor = (torch.split(tensor, rows_per_record) for tensor in batches.tensors(batch))
-        return any(not torch.equal(records[record], records[other]) for records in by_tensor)
-
-    others = [other for other in range(3) if other != record]
-    if keep_order:
-        others.sort(key=lambda other: abs(other - record))
-    source = next((other for other in others if differs(other)), others[0])
-
-    def change(tensor: Tensor) -> Tensor:
-        records = list(torch.split(tensor, rows_per_record))
-        own = records[record]
-        if any(not torch.equal(own, other) for other in records):
-            records[record] = records[source]
-        elif tensor.is_floating_point():
-            records[record] = own * (1 - 0.01 * torch.rand_like(own))
-        elif tensor.ndim > 1:
-            changed = own.clone()
-            changed[..., -1] = 0  # a mask loses its end, a text its last word
-            records[record] = changed
-        return torch.cat(records)
-
-    return batches.apply(change, batch)
-
-
-def refuse_coupled_losses(before: Tensor, after: Tensor, record: int, rows_per_record: int) -> None:
-    """The losses of the other records may not move with this one.
-
-    Raises:
-        CouplingError: if one does.
-    """
-    if before.ndim == 0:
-        return  # one loss for all: losses.py asks whether it is a sum or a mean
-    others = torch.arange(len(before), device=before.device) // rows_per_record != record
-    if not _same(before.detach()[others], after.detach()[others]).all():
-        raise CouplingError(_COUPLED.format("the loss of another record changed"))
 
 
 def gradients_of(trace: Trace, record: int, rows_per_record: int) -> dict[Key, list[Tensor | None]]:
@@ -122,9 +67,35 @@ def narrow(
             if not own[order.owners(own, rows, rows_per_record) != record].any()
         ]
         if not fitting:
-            raise CouplingError(_COUPLED.format(_where(before)))
+            raise coupled(f"activations of another record changed in {_name_of(before)}")
         narrowed.append(fitting[0] if len(fitting) == 1 else growth)
     return tuple(narrowed)
+
+
+def refuse_gradients_of(
+    strangers: Tensor | slice,
+    records: int,
+    use: Use,
+    gradients: Sequence[Tensor | None],
+    layouts: Sequence[Layout],
+) -> None:
+    """In the places of these records there may be no gradient: their losses were left out.
+
+    Args:
+        strangers: which records, as an index.
+        records: how many there are in all.
+        use: the call whose watched tensors have these gradients.
+        gradients: those gradients; None: nothing depends on it.
+        layouts: where the records are in the watched tensors.
+
+    Raises:
+        CouplingError: if there is one.
+    """
+    for gradient, layout in zip(gradients, layouts, strict=True):
+        if gradient is not None:
+            by_record = _in_order(layout.by_unit(gradient), use.record_order)
+            theirs = torch.unflatten(by_record, 0, (records, -1))[strangers]
+            refuse_gradient_of_others(theirs, _name_of(use))
 
 
 def _entries(
@@ -133,25 +104,16 @@ def _entries(
     """Which entries along a dimension moved with a record, or move its loss."""
     entries = torch.zeros_like(new, dtype=torch.bool)
     if old.shape == new.shape and order is None:
-        entries |= ~_same(old.detach(), new.detach())
+        entries |= ~same(old.detach(), new.detach())
     if gradient is not None:
         entries |= (gradient != 0) & gradient.isfinite()
-    along = entries.movedim(dim, 0).flatten(1).any(1)
-    return along if order is None else along[order.argsort()]  # place j is not record j
+    return _in_order(entries.movedim(dim, 0).flatten(1).any(1), order)
 
 
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    return torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+def _in_order(entries: Tensor, order: Tensor | None) -> Tensor:
+    """In packed sequences place j is not record j."""
+    return entries if order is None else entries[order.argsort()]
 
 
-def _where(use: Use) -> str:
-    names = ", ".join(names_in(use.parameters[0].label))
-    return f"activations of another record changed in {name_of(use.key[0])} with {names}"
-
-
-_COUPLED = (
-    "Records must not depend on one another, but after one record of three was changed, {}. "
-    "A record's influence would then pass through the gradients of others, which are clipped by "
-    "themselves: the privacy guarantee would not hold. Remove what mixes records (batch "
-    "statistics, a loss normalised over the batch, attention between records)."
-)
+def _name_of(use: Use) -> str:
+    return f"{name_of(use.key[0])} with {', '.join(names_in(use.parameters[0].label))}"

@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpis import batches
 from dpis.batches import Batch
+from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
 from dpis.coupling.forbidden_layers import checked_model
+from dpis.coupling.neighbours import half_of
 from dpis.coupling.schedule import Looks
 from dpis.errors import GradientError, InputError
 from dpis.gradients.call_plan import (
@@ -26,18 +28,18 @@ from dpis.gradients.call_plan import (
     Placed,
     Plan,
     general,
+    layouts_of,
     make_plan,
     merge,
     unplanned,
 )
 from dpis.gradients.collect import beyond, collect
 from dpis.gradients.combine import Part, Place, combine
+from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradients, SlowGradientsWarning
 from dpis.gradients.losses import Objective, weighted_total
-from dpis.gradients.ownership import probe
 from dpis.gradients.rules.general import General
-from dpis.gradients.selfcheck import disagreements, norms_fit, same_gradient, without_dropout
 from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.watch import Key, Watch
 
@@ -354,24 +356,30 @@ class Recorder:
         self._slow |= dict.fromkeys(unseen, "it is used where that cannot be seen")
 
     def _probe_ownership(self, batch: Batch) -> None:
+        """Half of the records are asked for the gradients of their losses: the others have none in their places."""
         records = batches.records(batch, self.rows_per_record)
         losses, watch = self._run_planned(batch)
-        probe(watch, self._plan, losses, records)
+        asked = half_of(records).to(losses.device)
+        uses = [use for use in watch.uses if isinstance(self._plan[use.key], Placed)]
+        total = losses[asked.repeat_interleave(self.rows_per_record)].sum()
+        for use, gradients in zip(uses, watch.backward(total, uses), strict=True):
+            layouts = layouts_of(use, self._plan, len(losses)) or ()
+            refuse_gradients_of(~asked, records, use, gradients, layouts)
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
             plain = self._one_by_one(few)
             half = self._half(few)
-            tape = self._record(few)
-            off = disagreements(tape, plain, half)
-            if off and norms_fit(tape, half) and self._agrees_in_float64(few):
+            fast = _explicit(self._record(few))
+            off = disagreements(*fast, plain, half)
+            if off and norms_fit(*fast, half) and self._agrees_in_float64(few):
                 return  # rounding: two positions share a maximum, a softmax has come to 1
             if off:
                 again = self._one_by_one(few)
                 if any(not torch.equal(plain[name], again[name]) for name in plain):
                     return  # the model is random even without dropout: nothing to compare with
                 self._slow |= dict.fromkeys(off, "the fast gradient differed from autograd's")
-                off = disagreements(self._record(few), plain, half)
+                off = disagreements(*_explicit(self._record(few)), plain, half)
         if off:
             raise GradientError(
                 "Gradients of single records were required to equal those of plain autograd on one "
@@ -388,9 +396,8 @@ class Recorder:
             exactly = batches.apply(lambda t: t.double() if t.is_floating_point() else t, few)
             with without_dropout(module):
                 exact.prepare(exactly)
-                return not disagreements(
-                    exact._record(exactly), exact._one_by_one(exactly), half=False
-                )
+                fast = _explicit(exact._record(exactly))
+                return not disagreements(*fast, exact._one_by_one(exactly), half=False)
         except Exception:
             return False  # losses and layers may hold numbers of one type
 
@@ -423,6 +430,13 @@ class Recorder:
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)
+
+
+def _explicit(tape: Tape) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradient of every record by itself, as it is summed, and the norms that it is clipped by."""
+    norms = tape.norms()
+    each = [tape.weighted_sum(only) for only in torch.eye(tape.records, device=norms.device)]
+    return {name: torch.stack([one[name] for one in each]) for name in tape.parameters}, norms
 
 
 def _eagerly() -> AbstractContextManager[object]:

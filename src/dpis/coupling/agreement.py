@@ -1,4 +1,4 @@
-"""Fast gradients against plain autograd, on a few records."""
+"""Whether two computations of the same gradients agree: fast or by plain autograd, padded or not."""
 
 from __future__ import annotations
 
@@ -8,59 +8,54 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from dpis.gradients.tape import Tape
-
-# Largest difference allowed, relative to the norm of the record's whole gradient.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
+"""The largest difference allowed, relative to the norm of a record's whole gradient."""
 HALF_TOLERANCE = 0.1
-# A gradient this small is none: its squares vanish in float32, and clipping leaves nothing of it to bound.
 VANISHING = 1e-18
+"""A gradient this small is none: its squares vanish in float32, and clipping leaves nothing of it to bound."""
+
+Explicit = Mapping[str, Tensor]
+"""The gradients of a few records for each parameter, ``[records, *shape]``."""
 
 
-def disagreements(tape: Tape, plain: Mapping[str, Tensor], half: bool) -> list[str]:
+def disagreements(fast: Explicit, norms: Tensor, plain: Explicit, half: bool) -> list[str]:
     """The parameters for which a record's gradient differs from plain autograd's.
 
     Args:
-        tape: the fast gradients of a few records.
-        plain: the same, explicit, from autograd on one record at a time.
+        fast: the gradients that are summed.
+        norms: and the norms that they are clipped by.
+        plain: the gradients by autograd on one record at a time.
         half: whether the forward pass ran in half precision.
     """
-    squares = [
-        gradients.double().reshape(tape.records, -1).square().sum(1) for gradients in plain.values()
-    ]
-    sizes = torch.stack(squares).sum(0).sqrt()
-    alone = torch.eye(tape.records, device=sizes.device)
-    fast = [tape.weighted_sum(only) for only in alone]
-    off = [
-        name
-        for name, expected in plain.items()
-        if _differ(torch.stack([sums[name] for sums in fast]), expected, sizes, half)
-    ]
-    wrong = not off and _are_others(tape.norms(), sizes, half)
+    sizes = _sizes(plain)
+    off = [name for name in plain if _differ(fast[name], plain[name], sizes, half)]
+    wrong = not off and _are_others(norms, sizes, half)
     return sorted(plain) if wrong else sorted(off)
 
 
-def norms_fit(tape: Tape, half: bool) -> bool:
+def norms_fit(fast: Explicit, norms: Tensor, half: bool) -> bool:
     """Whether the norms of a few records are those of the gradients that are summed."""
-    norms = tape.norms()
-    sums = [tape.weighted_sum(only) for only in torch.eye(len(norms)).to(norms)]
-    return not _are_others(norms, torch.stack([_size(one) for one in sums]), half)
-
-
-def _are_others(norms: Tensor, sizes: Tensor, half: bool) -> bool:
-    limit = HALF_TOLERANCE if half else max(TOLERANCES.values())
-    return bool(((norms - sizes).abs() > limit * sizes + VANISHING).any())
-
-
-def _size(gradients: Mapping[str, Tensor]) -> Tensor:
-    return torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
+    return not _are_others(norms, _sizes(fast), half)
 
 
 def same_gradient(one: Tensor, other: Tensor, half: bool) -> bool:
     """Whether two gradients, flat, differ by rounding at most; what is not finite cannot be compared."""
-    tolerance = HALF_TOLERANCE if half else max(TOLERANCES.values())
     size = torch.maximum(one.norm(), other.norm())
-    return not bool(size.isfinite() and (one - other).norm() > tolerance * size + VANISHING)
+    return not bool(size.isfinite() and (one - other).norm() > _loosest(half) * size + VANISHING)
+
+
+def _are_others(norms: Tensor, sizes: Tensor, half: bool) -> bool:
+    return bool(((norms - sizes).abs() > _loosest(half) * sizes + VANISHING).any())
+
+
+def _loosest(half: bool) -> float:
+    return HALF_TOLERANCE if half else max(TOLERANCES.values())
+
+
+def _sizes(gradients: Explicit) -> Tensor:
+    """The norm of every record's whole gradient."""
+    squares = [g.double().reshape(len(g), -1).square().sum(1) for g in gradients.values()]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _differ(fast: Tensor, plain: Tensor, sizes: Tensor, half: bool) -> bool:
