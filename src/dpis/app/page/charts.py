@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dpis.app.page.markup import Child, Markup, join, tag
+from dpis.app.page.page import scrolled
 from dpis.app.page.scales import Axis, linear_axis, log_axis, tick_text
 
 WIDTH, HEIGHT = 480.0, 300.0
@@ -299,8 +300,7 @@ def _numbers(chart: Chart, drawn: Sequence[Series]) -> Markup:
         tag("tbody", *(tag("tr", *(tag("td", cell) for cell in line)) for line in body)),
         class_="numbers",
     )
-    scroll = tag("div", table, class_="scroll", tabindex=0, role="region", aria_label=chart.title)
-    return tag("details", tag("summary", "The numbers"), scroll)
+    return tag("details", tag("summary", "The numbers"), scrolled(table, chart.title))
 
 
 def figures(charts: Sequence[Chart]) -> Markup:
