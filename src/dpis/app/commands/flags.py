@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -24,7 +25,7 @@ def flag(
         help: instead of what is declared.
     """
     one = knobs(table)[name]
-    kind = shell_type(get_type_hints(table)[name])
+    kind = shell_type(_types(table)[name])
     decorated = typer.Option(
         "--" + name.replace("_", "-"),
         help=help or _help(table, name, one, required),
@@ -39,6 +40,11 @@ def flag(
         default=inspect.Parameter.empty if required else absent,
         annotation=Annotated[kind if required or kind is bool else kind | None, decorated],
     )
+
+
+@functools.cache
+def _types(table: type) -> dict[str, Any]:
+    return get_type_hints(table)
 
 
 def _help(table: type, name: str, one: Knob, required: bool) -> str:

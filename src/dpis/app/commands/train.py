@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from dpis.app.commands.flags import flag, with_flags
 from dpis.app.jobs.options import JobOptions, shell_knobs
@@ -72,6 +71,8 @@ def train(
     if resume is not None and asked:
         flags = ", ".join(sorted(JobOptions.called(name) for name in asked))
         raise InputError(f"--resume goes on with what the run was started with: leave out {flags}")
+    from rich.console import Console
+
     from dpis.app.commands.outcome import (  # torch: only when it is needed
         outcome_as_json,
         print_outcome,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpis.accounting import Mode, Verdict, verify_ledger
 from dpis.errors import BrokenLedgerError
+
+if TYPE_CHECKING:
+    from dpis.accounting import Verdict
 
 DOES_NOT_HOLD = 1
 
@@ -21,6 +23,8 @@ def verify(
     ] = None,
 ) -> None:
     """Recompute epsilon from a ledger alone. Exit code 0: the claim holds; 1: it does not; 2: not a ledger."""
+    from dpis.accounting import verify_ledger  # seconds: only when it is needed
+
     try:
         verdict = verify_ledger(ledger, model)
     except BrokenLedgerError as error:
@@ -33,6 +37,8 @@ def verify(
 
 def describe(verdict: Verdict) -> str:
     """The verdict in words, the answer first."""
+    from dpis.accounting import Mode
+
     header, end = verdict.ledger.header, verdict.ledger.end
     claim = f"(epsilon = {header.claim.epsilon:g}, delta = {header.claim.delta:g})"
     lines = [f"holds: {claim}" if verdict.holds else f"does not hold: {verdict.problem}"]
