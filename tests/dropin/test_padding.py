@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 
+from dpis.coupling.padding_trials import UntriedPaddingWarning
 from dpis.dropin.memory import BatchMemoryManager
-from dpis.dropin.padding_trials import UntriedPaddingWarning
 from dpis.errors import CouplingError
 
 from .loops import BATCH, private

@@ -16,11 +16,11 @@ from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.outputs import unwatch
 from dpis.coupling.padding import PaddedOtherwise
+from dpis.coupling.padding_trials import PaddingTrials
 from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
-from dpis.dropin.padding_trials import PaddingTrials
 from dpis.dropin.workers import Places
 from dpis.errors import MisuseError
 from dpis.generators import chance_of, seeded_generators
@@ -73,7 +73,7 @@ class Session:
         self._padded_otherwise: Sequence[PaddedOtherwise] = ()
         self._expected = 0  # rows of the draw that were delivered so far
         self._passes: list[Pass] = []
-        self._trials = PaddingTrials(gradients)
+        self._trials = PaddingTrials(gradients.agree)
         self._probe = LossProbe()
         self._tape: LossTape | None = None
         self._sum: GradientSum | None = None
@@ -205,8 +205,13 @@ class Session:
         self._require_rows(before + passed.rows)
         self._template = passed.blank if self._template is None else self._template
         self._passes.append(passed)
-        inputs_now = args, dict(kwargs)
-        self._trials.prepare(passed, inputs_now, start, self._delivered, self._padded_otherwise)
+        self._trials.prepare(
+            passed,
+            range(start, start + passed.rows),
+            (args, dict(kwargs)),
+            self._delivered.numbers_of,
+            self._padded_otherwise,
+        )
         self._looks.due()
         return passed.outputs
 

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from dpis import batches
 from dpis.coupling.agreement import without_dropout
 from dpis.coupling.forbidden_layers import checked_model
+from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
 from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.tape import Tape
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
-
-Inputs = tuple[Any, Any]
-"""What a module is called with: ``(args, kwargs)``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +121,6 @@ class DeferredGradients:
     def agree(self, passed: Pass, row: int, padded: Inputs, alone: Inputs) -> bool:
         """Whether a row has the same outputs and gradients, padded or not, wherever the loss looked at its outputs.
 
-        Positions are counted from the first on, or from the last back; a loss that looks at one that the row does not
-        have by itself depends on the padding.
-
         Args:
             passed: whose loss it was; gradients have arrived.
             row: in that pass.
@@ -138,15 +133,10 @@ class DeferredGradients:
             if leaf.grad is None:
                 continue
             looked = leaf.grad.movedim(dim, 0)[row] != 0
-            of_both = [
-                [_directions(forms, side, number, looked, at_end) for side in (0, 1)]
-                for at_end in (False, True)
-                if not _looked_beyond(looked, forms[number][1].shape[1:], at_end)
-            ]
             with passed.precision():
                 if not any(
                     self._recorder.gradients_agree((*padded, one), (*alone, other))
-                    for one, other in of_both
+                    for one, other in directions_of_both(forms, number, looked)
                 ):
                     return False
         return True
@@ -217,38 +207,6 @@ class DeferredGradients:
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in batches.tensors(outputs) if tensor.requires_grad]
-
-
-def _directions(
-    forms: list[tuple[Tensor, Tensor]], side: int, number: int, looked: Tensor, at_end: bool
-) -> list[Tensor]:
-    """For every output of one form, zero but for one of them: there, wherever the loss looked and both forms are.
-
-    It follows the output itself, so that a shift of it shows.
-    """
-    directions = [torch.zeros_like(form[side]) for form in forms]
-    common = [min(sizes) for sizes in zip(*(form.shape[1:] for form in forms[number]), strict=True)]
-    seen = _part(looked[None], common, at_end)
-    values = _part(forms[number][side], common, at_end) * seen
-    size = values.abs().amax().clamp(min=1e-12) if values.numel() else 1.0
-    weights = torch.linspace(0.5, 1.5, seen.numel()).reshape(seen.shape).to(values) * seen
-    _part(directions[number], common, at_end).copy_(weights + values / size)
-    return directions
-
-
-def _looked_beyond(looked: Tensor, other: torch.Size, at_end: bool) -> bool:
-    """Whether the loss looked at positions that the other form of the row does not have."""
-    common = [min(sizes) for sizes in zip(looked.shape, other, strict=True)]
-    beyond = looked.clone()
-    _part(beyond[None], common, at_end).fill_(False)
-    return bool(beyond.any())
-
-
-def _part(rows: Tensor, common: list[int], at_end: bool) -> Tensor:
-    """The first positions of every row, or the last."""
-    for dim, size in enumerate(common, start=1):
-        rows = rows.narrow(dim, rows.shape[dim] - size if at_end else 0, size)
-    return rows
 
 
 def _grown(two: torch.Size, three: torch.Size) -> int | None:
