@@ -33,7 +33,7 @@ def _made_up(monkeypatch):
     data = TextDataset("imdb", *reviews(600, 0), *reviews(100, 1), ("negative", "positive"), "none")
     for module in ("jobs.pipeline", "models"):
         monkeypatch.setattr(f"dpis.{module}.load_glove", lambda vocabulary=None: glove)
-    for module in ("jobs.sources", "jobs.using"):
+    for module in ("jobs.sources", "jobs.finished_run"):
         monkeypatch.setattr(f"dpis.{module}.load", lambda name: data)
 
 

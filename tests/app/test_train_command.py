@@ -386,10 +386,10 @@ def test_a_model_is_measured_on_records_of_its_own_shape(capsys, monkeypatch):
         )
 
     for shape in ((28, 28), (3, 12, 12)):
-        monkeypatch.setattr("dpis.app.jobs.using.load", lambda _, shape=shape: named(*shape))
+        monkeypatch.setattr("dpis.app.jobs.finished_run.load", lambda _, shape=shape: named(*shape))
         said = error_of(capsys, ["evaluate", "run", "mnist"])
         assert f"trained on records of the shape [12, 12], mnist has {list(shape)}" in said
-    monkeypatch.setattr("dpis.app.jobs.using.load", lambda _: named(1, 12, 12))
+    monkeypatch.setattr("dpis.app.jobs.finished_run.load", lambda _: named(1, 12, 12))
     assert main(["evaluate", "run", "mnist"]) == 0
 
 

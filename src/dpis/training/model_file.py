@@ -40,7 +40,7 @@ class ModelCard:
     task: str = "classification"
 
 
-def describe(module: nn.Module, **more: Any) -> ModelCard:
+def card_of(module: nn.Module, **more: Any) -> ModelCard:
     """The card of a module; ``more`` are the other fields of the card."""
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"

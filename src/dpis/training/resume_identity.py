@@ -159,7 +159,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, Plain)
 
 
-def layers_asleep(model: nn.Module) -> set[nn.Module]:
+def evaluation_layers(model: nn.Module) -> set[nn.Module]:
     """Layers that stay in evaluation mode: put there one by one, or normalising by fixed statistics."""
     return {
         layer
@@ -168,10 +168,10 @@ def layers_asleep(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def identity_of(task: Task, asleep: set[nn.Module]) -> dict[str, str]:
+def identity_of(task: Task, in_evaluation: set[nn.Module]) -> dict[str, str]:
     """What must not change between a run and its continuation, beside the data."""
     records = task.records
-    names = [name for name, layer in task.model.named_modules() if layer in asleep]
+    names = [name for name, layer in task.model.named_modules() if layer in in_evaluation]
     held_out = task.held_out
     return {
         "the model": described_model(task.model),

@@ -25,11 +25,11 @@ from dpis.runs.folder import Replacement, write_whole
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
-from dpis.training.model_file import describe, loader_source, model_bytes
+from dpis.training.model_file import card_of, loader_source, model_bytes
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result, summary_of
-from dpis.training.resume_identity import identity_of, layers_asleep
+from dpis.training.resume_identity import evaluation_layers, identity_of
 from dpis.training.run import Run
 from dpis.training.task import Task
 
@@ -73,7 +73,7 @@ class Trainer:
         self._keep_checkpoint = keep_checkpoint
         self._progress = _Progress()
         self._device = task.records.device
-        self._asleep = layers_asleep(task.model)
+        self._evaluation_layers = evaluation_layers(task.model)
         self._trial = Evaluation({}, 0)  # of the held-out metrics, before training
         self._shapes_checked = run.options.batch_shaped
         self._stepped = False
@@ -207,7 +207,7 @@ class Trainer:
 
     def _to_training_mode(self) -> None:
         self.task.model.train()
-        for layer in self._asleep:
+        for layer in self._evaluation_layers:
             layer.training = False
 
     def _refuse_batch_shapes(self, rows: Rows) -> None:
@@ -318,7 +318,7 @@ class Trainer:
     def _take_up(self) -> None:
         """Stand where the last checkpoint stood, over the same data; or take the first."""
         identity, data = (
-            identity_of(self.task, self._asleep),
+            identity_of(self.task, self._evaluation_layers),
             fingerprint(self.task.records, self.run.key),
         )
         held_out = self._try_metrics()
@@ -375,7 +375,7 @@ class Trainer:
         """
         self.run.key.require_home()
         folder, task, progress = self.run.folder, self.task, self._progress
-        card = describe(task.model) if task.card is None else task.card
+        card = card_of(task.model) if task.card is None else task.card
         with self._released_weights():
             contents = model_bytes(task.model, card)
         sha256 = hashlib.sha256(contents).hexdigest()

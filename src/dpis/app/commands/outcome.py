@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dpis.app.jobs.training import JobResult
-from dpis.app.page import words
+from dpis.app.page import sentences
 
 
 def outcome_as_json(job: JobResult) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def print_outcome(job: JobResult, console: Console) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     result = job.result
-    quality = words.quality(result.metrics, scaled=True)
+    quality = sentences.quality(result.metrics, scaled=True)
     say(f"[bold]{quality}[/bold] on {escape(job.measured_on)}, in {_duration(job.wall_seconds)}.")
     say()
     for line in _guarantee(job):
@@ -58,16 +58,16 @@ def print_outcome(job: JobResult, console: Console) -> None:
 def _guarantee(job: JobResult) -> list[str]:
     result = job.result
     if result.claim is None:
-        return [words.NOT_PRIVATE]
+        return [sentences.NOT_PRIVATE]
     claim = result.summary.claim or {}
     who = claim.get("protects", "one record")
     lines = [
-        f"Guarantee: {words.guarantee(result.claim.epsilon, result.claim.delta, who)}",
+        f"Guarantee: {sentences.guarantee(result.claim.epsilon, result.claim.delta, who)}",
         "Not covered:",
     ]
     lines += [f"  - {escape(note)}" for note in result.summary.notes]
     if result.summary.not_for_release:
-        why = words.why_not_for_release(result.summary.not_for_release)
+        why = sentences.why_not_for_release(result.summary.not_for_release)
         lines.append(f"[bold]NOT FOR RELEASE[/bold]: {why}")
     return lines
 

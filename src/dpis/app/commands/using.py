@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")]
 Delimiter = Annotated[str | None, typer.Option(help="CSV: between cells.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
 
 
 def evaluate(
-    run: RunFolder,
+    run: RunArgument,
     data: Annotated[
         str | None,
         typer.Argument(
@@ -29,7 +29,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """How good is a finished model on this data?"""
-    from dpis.app.jobs.using import evaluate_run
+    from dpis.app.jobs.finished_run import evaluate_run
 
     metrics = evaluate_run(run, data, device, delimiter)
     if as_json:
@@ -41,7 +41,7 @@ def evaluate(
 
 
 def predict(
-    run: RunFolder,
+    run: RunArgument,
     data: Annotated[
         str, typer.Argument(metavar="FILE", help=".csv, .npz or .pt, as it was trained on.")
     ],
@@ -53,7 +53,7 @@ def predict(
     ] = False,
 ) -> None:
     """Predict with a finished model: one line a record, in the order of the file."""
-    from dpis.app.jobs.using import predict_file
+    from dpis.app.jobs.finished_run import predict_file
     from dpis.runs.folder import write_whole
 
     predictions = predict_file(run, data, device, delimiter)

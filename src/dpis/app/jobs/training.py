@@ -43,7 +43,7 @@ from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
 from dpis.training.api import OPTIMIZERS, to_device
 from dpis.training.evaluation import metrics_of
-from dpis.training.model_file import describe
+from dpis.training.model_file import card_of
 from dpis.training.progress import Reporter
 
 
@@ -151,7 +151,7 @@ class _Job:
             held_out=_held_out(pipeline, encoded),
             average=WeightAverage(model, ema) if ema else None,
             physical_batch=options.physical_batch,
-            card=describe(
+            card=card_of(
                 model,
                 preprocessing=pipeline.to_json(),
                 preprocessing_source=pipeline.source(),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dpis.accounting import Mode
-from dpis.app.page import words
+from dpis.app.page import sentences
 from dpis.app.page.charts import Chart, Series, figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, facts, page, section
@@ -20,7 +20,7 @@ from dpis.runs.summary import PROTECTS
 def render_run(run: RunReport) -> str:
     """The page."""
     recipe = run.summary["recipe"]  # empty: trained from Python
-    quality = words.quality(run.summary["metrics"], scaled=bool(recipe))
+    quality = sentences.quality(run.summary["metrics"], scaled=bool(recipe))
     measured_on, trained = recipe.get("measured_on"), recipe.get("data")
     return page(
         f"{quality}: {_system(run)}" + (f" on {trained}" if trained else ""),
@@ -49,7 +49,7 @@ def _system(run: RunReport) -> str:
 
 def _verdict(run: RunReport) -> Iterator[Markup]:
     if not run.private and run.problem is None:
-        yield box("bad", "NOT PRIVATE:", words.NOT_PRIVATE.partition(": ")[2])
+        yield box("bad", "NOT PRIVATE:", sentences.NOT_PRIVATE.partition(": ")[2])
     elif run.problem is not None:
         yield box(
             "bad",
@@ -65,7 +65,7 @@ def _verdict(run: RunReport) -> Iterator[Markup]:
             f"{run.verdict.epsilon_claimable:.6g}, within the {run.verdict.ledger.header.claim.epsilon:g} claimed.",
         )
     if run.marks:
-        why = words.why_not_for_release(run.marks)
+        why = sentences.why_not_for_release(run.marks)
         yield box("warn", "NOT FOR RELEASE:", why if run.private else why.partition(";")[0] + ".")
 
 
@@ -74,11 +74,11 @@ def _guarantee(run: RunReport) -> Iterator[Markup]:
         yield tag("p", "None that can be relied on: see above.")
         return
     if run.verdict is None:
-        yield tag("p", words.NOT_PRIVATE)
+        yield tag("p", sentences.NOT_PRIVATE)
         return
     header = run.verdict.ledger.header
     whom = PROTECTS[header.unit]
-    yield tag("p", words.guarantee(header.claim.epsilon, header.claim.delta, whom))
+    yield tag("p", sentences.guarantee(header.claim.epsilon, header.claim.delta, whom))
     yield tag("h3", "Not covered")
     yield bullets(str(note) for note in run.summary["notes"])
     planned = header.mode is Mode.PREDECLARED
