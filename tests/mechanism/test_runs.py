@@ -148,6 +148,26 @@ def test_nothing_is_drawn_that_no_epoch_accounts_for() -> None:
     assert len(system.journal.entries) == 5
 
 
+@pytest.mark.parametrize("given", [None, [0.1]])
+def test_a_full_pass_is_of_all_records(given: list[float] | None) -> None:
+    """Else the noise would be solved from norms that are stale, though the ledger speaks of a full pass."""
+    system = Small(config(Method.DPIS_ADAPTIVE), rows(*NORMS))
+    assert system.mechanism.wants_all_norms
+    with pytest.raises(InputError, match="norms of all records"):
+        system.mechanism.begin_epoch(None if given is None else torch.tensor(given))
+    assert not system.journal.entries
+
+
+def test_a_sum_takes_the_drawn_records_alone() -> None:
+    system = Small(config(epochs=1), rows(*NORMS))
+    system.begin()
+    draw = system.mechanism.draw()
+    total = system.mechanism.start_sum(draw, system.gradients.parameters)
+    (tape,) = system.gradients.tapes(torch.ones(len(draw) + 1, 3, dtype=torch.float64))
+    with pytest.raises(InputError, match="drawn records alone"):
+        system.mechanism.add(total, tape)
+
+
 def test_a_draw_serves_one_release() -> None:
     """Twice would be sticky coins; a draw of one's own has probabilities nobody knows."""
     system = Small(config(epochs=1), rows(*NORMS))
