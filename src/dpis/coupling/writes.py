@@ -14,6 +14,9 @@ from dpis.errors import CouplingError
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers, by their size in bytes."""
 
+Place = tuple[int, int, int]
+"""Of a frozen parameter: its address, its version, and the sum of its bits where it is time to look closely."""
+
 
 class ModelState:
     """Buffers and parameters of a module, trained or not, as they are now.
@@ -28,8 +31,10 @@ class ModelState:
 
     def __init__(self, module: nn.Module, *, closely: bool) -> None:
         self._module, self._closely = module, closely
-        self._values = {name: tensor.detach().clone() for name, tensor in _changing(module)}
-        self._frozen = dict(self._frozen_now())
+        self._before = {
+            name: self._place_of(tensor) if frozen else tensor.detach().clone()
+            for name, tensor, frozen in _kept_by(module)
+        }
 
     def check_unwritten(self) -> None:
         """Refuse to go on if one has another value now.
@@ -37,27 +42,22 @@ class ModelState:
         Raises:
             CouplingError: if so.
         """
-        now, frozen = dict(_changing(self._module)), dict(self._frozen_now())
-        kept = {*self._values, *self._frozen}
-        for name in kept | now.keys() | frozen.keys():
-            known = name in kept and (name in now or name in frozen)
-            if not known or self._frozen.get(name) != frozen.get(name) or self._differs(name, now):
-                raise CouplingError(
-                    f"The model wrote to '{name}' while records passed through it. That gets no noise: what it learns "
-                    "of records would be released with the model, and pass on to other records. Keep no running "
-                    "statistics (dpis.fix replaces those of torch's layers), start nothing from the first batch, and "
-                    "leave parameters to the optimizer. A cache that knows nothing of records (of positions, say) can "
-                    "be filled beforehand: run the model once on a made-up record of the greatest length"
-                )
+        missing = set(self._before)
+        for name, tensor, frozen in _kept_by(self._module):
+            missing.discard(name)
+            if name not in self._before or self._differs(tensor, frozen, self._before[name]):
+                raise CouplingError(_WROTE.format(name))
+        if missing:
+            raise CouplingError(_WROTE.format(min(missing)))
 
-    def _differs(self, name: str, now: dict[str, Tensor]) -> bool:
-        return name in now and not _same(now[name], self._values[name])
+    def _differs(self, tensor: Tensor, frozen: bool, before: Tensor | Place) -> bool:
+        if isinstance(before, Tensor):
+            return frozen or not _same(tensor, before)
+        return not frozen or self._place_of(tensor) != before
 
-    def _frozen_now(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        for name, parameter in self._module.named_parameters():
-            if not parameter.requires_grad:
-                total = _sum_of_bits(parameter) if self._closely else 0
-                yield name, (parameter.data_ptr(), parameter._version, total)
+    def _place_of(self, frozen: Tensor) -> Place:
+        total = _sum_of_bits(frozen) if self._closely else 0
+        return frozen.data_ptr(), frozen._version, total
 
 
 @contextmanager
@@ -72,9 +72,10 @@ def unwritten(module: nn.Module, *, closely: bool = True) -> Iterator[None]:
     state.check_unwritten()
 
 
-def _changing(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    yield from module.named_buffers()
+def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every parameter and buffer, and whether it is a frozen parameter."""
+    yield from ((name, p, not p.requires_grad) for name, p in module.named_parameters())
+    yield from ((name, buffer, False) for name, buffer in module.named_buffers())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -87,3 +88,12 @@ def _sum_of_bits(tensor: Tensor) -> int:
     numbers = flattened(tensor)
     whole = numbers.view(BITS.get(numbers.element_size(), torch.int64))
     return int(whole.sum(dtype=torch.int64))
+
+
+_WROTE = (
+    "The model wrote to '{}' while records passed through it. That gets no noise: what it learns of records would be "
+    "released with the model, and pass on to other records. Keep no running statistics (dpis.fix replaces those of "
+    "torch's layers), start nothing from the first batch, and leave parameters to the optimizer. A cache that knows "
+    "nothing of records (of positions, say) can be filled beforehand: run the model once on a made-up record of the "
+    "greatest length"
+)
