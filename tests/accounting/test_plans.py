@@ -293,6 +293,17 @@ def test_noise_that_cannot_be_accounted_for_is_refused():
             OpenEndedPlan(workload=SHORT, noise_multiplier=noise)
 
 
+@pytest.mark.parametrize(("n_public", "batch_size"), [(1989, 7), (999, 21), (60_000, 512)])
+@pytest.mark.parametrize("norm_sum", [-math.inf, math.nan, 0.0, math.inf])
+def test_every_norm_sum_gives_terms_also_at_the_largest_rate(n_public, batch_size, norm_sum):
+    """``(b·C)/(n·C)`` may be a last bit below ``b/n``."""
+    workload = Workload.create(n_public=n_public, batch_size=batch_size, epochs=2)
+    plan = plan_adaptive(Budget(4.0, 1e-5), workload, rate_cap=1.0)
+    for clip_norm in (0.1, 0.7, 1.3):
+        terms = plan.terms(1, clip_norm, norm_sum, {})
+        assert batch_size / n_public <= terms.sampling_rate <= 1
+
+
 # ── bugs ─────────────────────────────────────────────────────────────────────────────────────────────
 
 TERMS, CHARGE, HEADER = PrivacyPlan.terms, PrivacyPlan.charge, PredeclaredPlan.header
@@ -376,7 +387,7 @@ PLANTS = [
           law_alike_means_alike, "decaying"),
     Plant("adaptive steps count as alike", PrivacyPlan, "same_terms_throughout", True, law_alike_means_alike,
           "adaptive"),
-    Plant("the largest batch leaves pi_cap out", AdaptivePlan, "largest_batch", 12.0, law_alike_means_alike,
+    Plant("the largest batch leaves the cap out", AdaptivePlan, "largest_batch", 12.0, law_alike_means_alike,
           "adaptive"),
     Plant("the claim is half of the budget", BudgetedPlan, "claim",
           property(lambda self: Budget(self.budget.epsilon / 2, self.budget.delta)),

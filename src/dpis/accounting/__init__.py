@@ -16,16 +16,8 @@ from dpis.accounting.adaptive import (
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter, Unguarded
-from dpis.accounting.ledger import (
-    CountSource,
-    Entry,
-    Header,
-    Ledger,
-    Mode,
-    Norms,
-    Unit,
-    read_ledger,
-)
+from dpis.accounting.header import CountSource, Header, Mode, Norms, Unit
+from dpis.accounting.ledger import Entry, Ledger, read_ledger
 from dpis.accounting.ledger_writer import LedgerWriter
 from dpis.accounting.plans import NoPrivacy, OpenEndedPlan, PrivacyPlan, Terms
 from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared

@@ -15,7 +15,7 @@ from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition, Event, PoissonGaussian
 from dpis.accounting.filter import Guard, RenyiFilter
-from dpis.accounting.ledger import CountSource, Header, Mode
+from dpis.accounting.header import CountSource, Header, Mode
 from dpis.accounting.plans import BudgetedPlan, Terms
 from dpis.accounting.renyi import (
     INTEGER_ORDERS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 from dpis.accounting.budget import Budget
 from dpis.accounting.events import Event
@@ -113,9 +114,7 @@ class PlannedSequence(Guard):
         self._run = 0
         self._within = 0
         self._done = 0
-        composition = composition_of(self._runs)
-        order = best_order(composition, delta)[1] if composition.events else 2
-        self._costs = [renyi_divergence(run.event, order) for run in self._runs]
+        self._delta = delta
 
     @property
     def done(self) -> int:
@@ -130,13 +129,15 @@ class PlannedSequence(Guard):
     @property
     def fraction_spent(self) -> float:
         """The share of the plan's Renyi divergence that is behind us."""
-        total = math.fsum(c * run.count for c, run in zip(self._costs, self._runs, strict=True))
-        behind = [c * run.count for c, run in zip(self._costs, self._runs, strict=True)][
-            : self._run
-        ]
-        if self._run < len(self._runs):
-            behind.append(self._costs[self._run] * self._within)
-        return math.fsum(behind) / total if total else 0.0
+        whole = [cost * run.count for cost, run in zip(self._costs, self._runs, strict=True)]
+        begun = [cost * self._within for cost in self._costs[self._run : self._run + 1]]
+        return math.fsum(whole[: self._run] + begun) / math.fsum(whole) if whole else 0.0
+
+    @cached_property
+    def _costs(self) -> list[float]:
+        """Of an event of each run, at the order where the plan spends least."""
+        order = best_order(composition_of(self._runs), self._delta)[1]
+        return [renyi_divergence(run.event, order) for run in self._runs]
 
     def admit(self, event: Event) -> None:
         """Spend the next planned event, or refuse."""

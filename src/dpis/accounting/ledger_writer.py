@@ -12,13 +12,12 @@ from typing import Any, BinaryIO
 
 from dpis.accounting.events import Event
 from dpis.accounting.filter import Guard
+from dpis.accounting.header import Header
 from dpis.accounting.ledger import (
     CHAIN_ROOT,
     End,
     Entry,
-    Header,
     Ledger,
-    checked_sha256,
     complete_lines,
     encode_line,
     end_body,
@@ -26,7 +25,7 @@ from dpis.accounting.ledger import (
     header_body,
     read_ledger,
 )
-from dpis.errors import BrokenLedgerError, DpisError, InputError, LedgerError
+from dpis.errors import DpisError, InputError, LedgerError
 
 
 class LedgerWriter:
@@ -102,20 +101,15 @@ class LedgerWriter:
             ledger = read_ledger(path)
             if ledger.end is not None:
                 raise InputError(f"{path} is finished: nothing may be added to it")
-            writer = cls(file, path, ledger.header, ledger.header.guard())
-            writer._catch_up(ledger)
+            writer = cls(file, path, ledger.header, ledger.guard())
+            writer._stand_at_the_end(ledger)
         except DpisError:
             file.close()
             raise
         return writer
 
-    def _catch_up(self, ledger: Ledger) -> None:
-        """Spend again what the ledger holds, and stand at the end of its last whole line."""
-        for number, entry in enumerate(ledger.entries, start=2):
-            try:
-                self.guard.admit(entry.event)
-            except DpisError as error:
-                raise BrokenLedgerError(number, str(error)) from None
+    def _stand_at_the_end(self, ledger: Ledger) -> None:
+        """Of its last whole line: what is torn is cut off."""
         lines = complete_lines(self.path.read_bytes())
         self.recorded = len(ledger.entries)
         self._chain = json.loads(lines[-1])["chain"]
@@ -144,7 +138,7 @@ class LedgerWriter:
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model."""
-        self._append([end_body(End(self.recorded, checked_sha256(model_sha256)))])
+        self._append([end_body(End(self.recorded, model_sha256))])
         self.close()
 
     def _append(self, bodies: Iterable[dict[str, Any]]) -> None:

@@ -16,7 +16,8 @@ from dpis.accounting.accountants import epsilon_by_pld, epsilon_by_rdp
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.filter import Guard, Unguarded
-from dpis.accounting.ledger import CountSource, Entry, Header
+from dpis.accounting.header import CountSource, Header
+from dpis.accounting.ledger import Entry
 from dpis.accounting.workload import (
     GRADIENT,
     Cadence,

@@ -16,7 +16,7 @@ from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition
 from dpis.accounting.filter import Guard, PlannedSequence
-from dpis.accounting.ledger import CountSource, Header, Mode
+from dpis.accounting.header import CountSource, Header, Mode
 from dpis.accounting.plans import BudgetedPlan
 from dpis.accounting.renyi import best_order
 from dpis.accounting.workload import (

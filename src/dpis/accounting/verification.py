@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import dp_accounting
@@ -18,9 +19,10 @@ from dp_accounting import pld, rdp
 
 from dpis.accounting.events import Composition, Event, Gaussian
 from dpis.accounting.filter import LARGEST_ORDER
-from dpis.accounting.ledger import CountSource, Ledger, Mode, read_ledger
+from dpis.accounting.header import CountSource, Mode
+from dpis.accounting.ledger import Ledger, read_ledger
 from dpis.accounting.pld import delta_to_ask_for
-from dpis.accounting.workload import COUNT
+from dpis.accounting.workload import COUNT, composition_of
 from dpis.errors import BrokenLedgerError, InputError, LedgerError
 
 _ROUNDING = 1e-9
@@ -71,9 +73,11 @@ def verify_ledger(path: Path, model: Path | None = None) -> Verdict:
         spent, claimable = _check_predeclared(ledger)
     else:
         spent = claimable = _check_adaptive(ledger)
-    problem = None
-    if not claimable <= header.claim.epsilon * (1 + _ROUNDING):
-        problem = f"line 1: claims epsilon = {header.claim.epsilon:g}, but its events cost {claimable:.6g}"
+    problem, cost = None, max(spent, claimable)
+    if not cost <= header.claim.epsilon * (1 + _ROUNDING):
+        problem = (
+            f"line 1: claims epsilon = {header.claim.epsilon:g}, but its events cost {cost:.6g}"
+        )
     elif ledger.end is None:
         problem = _unfinished(ledger)
     elif model is not None and _sha256(model) != ledger.end.model_sha256:
@@ -91,32 +95,17 @@ def _unfinished(ledger: Ledger) -> str:
 
 
 def _check_predeclared(ledger: Ledger) -> tuple[float, float]:
-    """Each event is the plan's next, or dominated by it. Returns epsilon of what was recorded, and of the plan."""
-    planned = (run.event for run in ledger.header.planned for _ in range(run.count))
-    recorded: list[Event] = []
-    as_planned = True
-    for number, entry in enumerate(ledger.entries, start=2):
-        expected = next(planned, None)
-        if expected is None:
-            raise BrokenLedgerError(
-                number, "an event beyond the plan's end: the claim does not cover it"
-            )
-        if not expected.dominates(entry.event):
-            raise BrokenLedgerError(
-                number, f"{entry.event} is not covered by the plan's {expected}"
-            )
-        as_planned = as_planned and expected == entry.event
-        recorded.append(entry.event)
-    lost = next(planned, None)
-    if ledger.torn and lost is not None:
-        recorded.append(lost)
-    claim = ledger.header.claim
-    whole = Composition(tuple((run.event, run.count) for run in ledger.header.planned))
+    """The plan covers every event. Returns epsilon of what was recorded, and of the plan."""
+    ledger.guard()
+    claim, whole = ledger.header.claim, composition_of(ledger.header.planned)
+    recorded = Composition.of(*(entry.event for entry in ledger.entries))
+    if ledger.torn:
+        planned = (run.event for run in ledger.header.planned for _ in range(run.count))
+        recorded += Composition.of(*islice(planned, recorded.events, recorded.events + 1))
     claimable = _epsilon(whole, claim.delta, claim.epsilon)
-    if as_planned and len(recorded) == whole.events:
-        return claimable, claimable
-    spent = _epsilon(Composition.of(*recorded), claim.delta, claim.epsilon)
-    return min(claimable, spent), claimable
+    as_planned = dict(recorded) == dict(whole)
+    spent = claimable if as_planned else _epsilon(recorded, claim.delta, claim.epsilon)
+    return spent, claimable
 
 
 def _check_adaptive(ledger: Ledger) -> float:

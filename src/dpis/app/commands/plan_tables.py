@@ -26,7 +26,7 @@ from dpis.accounting import (
     plan_adaptive,
     plan_predeclared,
 )
-from dpis.accounting.ledger import Mode
+from dpis.accounting.header import Mode
 from dpis.accounting.renyi import renyi_divergence
 from dpis.accounting.workload import releases_over_run
 from dpis.app.jobs.options import PlanOptions

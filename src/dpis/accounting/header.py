@@ -1,0 +1,103 @@
+"""The header of a ledger: what a run claims, what the claim rests on, and the guard that follows from both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from dpis.accounting.budget import Adjacency, Budget
+from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter
+from dpis.accounting.workload import MOST_RECORDS, PlannedRun
+from dpis.errors import InputError
+
+
+class Mode(StrEnum):
+    """What a claim rests on."""
+
+    PREDECLARED = "predeclared"
+    """Every event was fixed beforehand; the claim is the plan's, also after an early stop."""
+
+    ADAPTIVE = "adaptive"
+    """A Renyi filter admitted every event."""
+
+
+class CountSource(StrEnum):
+    """Where ``n_public`` comes from."""
+
+    GIVEN = "given"
+    DATASET_LENGTH = "dataset-length"
+    RELEASED = "released"
+
+
+class Norms(StrEnum):
+    """In what shape gradient norms were computed."""
+
+    FIXED_SHAPE = "fixed-shape"
+    """One shape throughout: a record's norm does not depend on who shares its batch."""
+
+    BATCH_SHAPED = "batch-shaped"
+    """The shapes followed the batches (a padding to the longest, a loop that is not ours): rounding may differ.
+
+    And more than rounding, if the model saw how far a record was padded: then records coupled, and no claim holds.
+    `dpis.train` tries that out on some records; in a loop that is not ours nobody does.
+    """
+
+
+class Unit(StrEnum):
+    """Who is protected: what two adjacent data sets differ in."""
+
+    RECORD = "record"
+    """One row of the data."""
+
+    USER = "user"
+    """One user with all of their rows; one row more or less of a user who stays is another matter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The first line: the claim, and what a reader needs to check it."""
+
+    claim: Budget
+    adjacency: Adjacency
+    n_public: int
+    n_public_source: CountSource
+    mode: Mode
+    planned: tuple[PlannedRun, ...] = ()
+    """Every event of a predeclared run; empty in adaptive mode."""
+    filter_order: int | None = None
+    """The Renyi order of an adaptive run's filter."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seeded: bool = False
+    """A fixed seed makes the randomness reproducible, so the claim does not hold: not for release."""
+    diagnostics: bool = False
+    """Private values were shown to the operator: not for release."""
+    norms: Norms = Norms.FIXED_SHAPE
+    """Rule 19: whether the rounding of a norm can depend on other records."""
+    unit: Unit = Unit.RECORD
+    """Who is protected; n_public counts these."""
+
+    def __post_init__(self) -> None:
+        adaptive = self.mode is Mode.ADAPTIVE
+        if adaptive and (self.filter_order is None or self.planned):
+            raise InputError("an adaptive run's header needs the filter's Renyi order, and no plan")
+        if not adaptive and (not self.planned or self.filter_order is not None):
+            raise InputError("a predeclared run's header needs the planned events, and no filter")
+        if not 1 <= self.n_public <= MOST_RECORDS:
+            raise InputError(f"n_public must lie in 1..{MOST_RECORDS:,}, found {self.n_public}")
+        if self.n_public_source is CountSource.RELEASED and not adaptive:
+            raise InputError(
+                "a plan that rests on a released count of records is not predeclared: use the adaptive mode"
+            )
+        read = self.n_public_source is CountSource.DATASET_LENGTH
+        if read and self.adjacency is not Adjacency.ZERO_OUT:
+            raise InputError(
+                "n_public read from the data set makes the number of records public: adjacency must be zero-out"
+            )
+
+    def guard(self) -> Guard:
+        """The guard that every event of this run must pass."""
+        if self.mode is Mode.ADAPTIVE:
+            assert self.filter_order is not None
+            return RenyiFilter(self.claim, self.filter_order)
+        return PlannedSequence(self.planned, self.claim.delta)
