@@ -124,7 +124,7 @@ def run_dpis(cell: Cell) -> dict[str, Any]:
     from torch.utils.data import TensorDataset
 
     import dpis
-    from dpis.models.named import model_kind
+    from dpis.models.kinds import model_kind
 
     setting, system = cell.setting, cell.system
     train, labels, test, test_labels = load_tensors(setting, cell.measured_on)
@@ -173,7 +173,7 @@ def run_opacus(cell: Cell) -> dict[str, Any]:
     from torch.utils.data import DataLoader, TensorDataset
 
     from dpis.accounting import Budget, Workload, plan_predeclared
-    from dpis.models.named import model_kind
+    from dpis.models.kinds import model_kind
 
     warnings.simplefilter("ignore")
     setting = cell.setting

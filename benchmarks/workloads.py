@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpis.models.named import KINDS
-from dpis.models.named import paper as models
+from dpis.models.kinds import KINDS
+from dpis.models.kinds import paper as models
 
 
 @dataclass(frozen=True)

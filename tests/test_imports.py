@@ -16,7 +16,7 @@ FIRST = [f"from dpis import {name}" for name in dpis.__all__] + [
             "files.records",
             "gradients",
             "mechanism",
-            "models.named",
+            "models.kinds",
             "noise",
             "runs.folder",
         ),

@@ -18,7 +18,7 @@ from dpis.features import channels
 from dpis.features.colours import Colours
 from dpis.files.preprocessing import ArrayPreprocessing
 from dpis.files.targets import ClassTarget
-from dpis.models.named import Inputs
+from dpis.models.kinds import Inputs
 from dpis.training.model_file import load_card
 from dpis.training.trainer import Trainer
 

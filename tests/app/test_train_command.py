@@ -13,7 +13,7 @@ import torch
 
 from dpis.accounting import verify_ledger
 from dpis.app.entry import main
-from dpis.models.named import Inputs
+from dpis.models.kinds import Inputs
 
 QUICK = ["--accountant", "rdp", "--epochs", "2", "--batch-size", "50", "--device", "cpu"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpis.models.named import paper as models
+from dpis.models.kinds import paper as models
 
 IMAGES = [
     ("pixels-mnist", models.pixel_cnn_mnist, (1, 28, 28), 26_010),

@@ -19,7 +19,7 @@ from torch import Tensor
 from dpis.datasets.glove import WordVectors
 from dpis.errors import InputError
 from dpis.features.cache import FeatureCache
-from dpis.features.tokens import word_places
+from dpis.features.texts import word_places
 
 Array = npt.NDArray[np.float32]
 
@@ -82,8 +82,10 @@ class Bag:
         return Bag(
             words=vectors.words,
             column=column,
-            weight=_float32(affect * WORD_MASS / (WORD_MASS + probability)),
-            vectors=_float32(unit * (VECTOR_MASS / (VECTOR_MASS + probability))[:, None]),
+            weight=(affect * WORD_MASS / (WORD_MASS + probability)).astype(np.float32),
+            vectors=(unit * (VECTOR_MASS / (VECTOR_MASS + probability))[:, None]).astype(
+                np.float32
+            ),
             columns=len(order),
         )
 
@@ -102,6 +104,13 @@ class Bag:
             row[: self.columns] = _unit(row[: self.columns])
             row[self.columns :] = VECTOR_SHARE * _unit(self.vectors[present].sum(axis=0))
         return _unit(row)
+
+    def rows(self, texts: Sequence[str]) -> Tensor:
+        """The rows of all texts."""
+        rows = np.zeros((len(texts), self.size), dtype=np.float32)
+        for i, places in enumerate(word_places(texts, self.words)):
+            rows[i] = self.row(places)
+        return torch.from_numpy(rows)
 
 
 def bag_features(
@@ -135,18 +144,13 @@ def bag_features(
     """
     bag = Bag.of(vectors, columns)
     store = FeatureCache.open(cache_dir) if cache else None
-    key = ""
-    if store is not None:
-        digest = hashlib.sha256(bag.vectors.tobytes() + bag.weight.tobytes()).hexdigest()
-        key = store.text_key(f"{FORMAT} columns={bag.columns} {digest}", texts, vectors.words)
-        kept = store.load(key, (len(texts), bag.size))
-        if kept is not None:
-            return kept
-    rows = np.zeros((len(texts), bag.size), dtype=np.float32)
-    for i, places in enumerate(word_places(texts, bag.words)):
-        rows[i] = bag.row(places)
-    features = torch.from_numpy(rows)
-    if store is not None:
+    if store is None:
+        return bag.rows(texts)
+    digest = hashlib.sha256(bag.vectors.tobytes() + bag.weight.tobytes()).hexdigest()
+    key = store.text_key(f"{FORMAT} columns={bag.columns} {digest}", texts, vectors.words)
+    features = store.load(key, (len(texts), bag.size))
+    if features is None:
+        features = bag.rows(texts)
         store.save(key, features)
     return features
 
@@ -181,7 +185,3 @@ def _unit_rows(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _unit(row: Array) -> Array:
     length = np.linalg.norm(row)
     return row / length if length > 0 else row
-
-
-def _float32(array: npt.NDArray[np.float64]) -> Array:
-    return array.astype(np.float32)

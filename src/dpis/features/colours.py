@@ -7,7 +7,6 @@ looks at one pixel at a time, so it costs no privacy.
 
 from __future__ import annotations
 
-import inspect
 from enum import StrEnum
 
 import torch
@@ -31,8 +30,3 @@ def opponent(images: Tensor) -> Tensor:
     """
     red, green, blue = images.unbind(1)
     return torch.stack([(red + green + blue) / 3, red - blue, red - 2 * green + blue], dim=1)
-
-
-def opponent_source() -> str:
-    """Python source that defines ``opponent``, given ``torch`` and ``Tensor``."""
-    return inspect.getsource(opponent)

@@ -252,18 +252,16 @@ def scatter_features(
     scattering = Scattering((images.shape[2], images.shape[3]), scales=scales, angles=angles)
     scattering.to(images.device)
     store = FeatureCache.open(cache_dir) if cache else None
-    key = ""
-    if store is not None:
-        key = store.key(f"{FORMAT} scales={scales} angles={angles}", images)
-        kept = store.load(key, scattering.output_shape(images.shape))
-        if kept is not None:
-            if progress is not None:
-                progress(len(images), len(images))
-            return kept.to(images.device)
-    features = _computed(scattering, images, progress)
-    if store is not None:
+    if store is None:
+        return _computed(scattering, images, progress)
+    key = store.key(f"{FORMAT} scales={scales} angles={angles}", images)
+    features = store.load(key, scattering.output_shape(images.shape))
+    if features is None:
+        features = _computed(scattering, images, progress)
         store.save(key, features)
-    return features
+    elif progress is not None:
+        progress(len(images), len(images))
+    return features.to(images.device)
 
 
 def _computed(scattering: Scattering, images: Tensor, progress: Progress | None) -> Tensor:

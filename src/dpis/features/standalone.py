@@ -5,6 +5,7 @@ It travels with released models, so that whoever has one can use it without this
 
 from __future__ import annotations
 
+import ast
 import inspect
 
 from dpis.features import filters, scattering
@@ -45,8 +46,6 @@ def scattering_source() -> str:
 
 def _body(module: object) -> str:
     """A module's source without its docstring and imports."""
-    import ast
-
     source = inspect.getsource(module)  # type: ignore[arg-type]
     lines = source.splitlines()
     skipped: set[int] = set()

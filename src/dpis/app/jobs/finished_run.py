@@ -16,7 +16,7 @@ from dpis.datasets.sample import load_sample
 from dpis.errors import InputError
 from dpis.files.preprocessing import ArrayPreprocessing, TextPreprocessing
 from dpis.files.records import encode_evaluation, encode_features
-from dpis.models.named import ModelKind, model_kind
+from dpis.models.kinds import ModelKind, model_kind
 from dpis.runs.folder import RunFolder
 from dpis.runs.summary import read_summary
 from dpis.training.api import to_device

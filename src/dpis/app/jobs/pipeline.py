@@ -14,10 +14,11 @@ from dpis.app.jobs import plain_table
 from dpis.datasets.glove import load_glove
 from dpis.errors import InputError
 from dpis.features import group_normalise, scatter_features
+from dpis.features.bags import bag_features
 from dpis.features.channels import ChannelScale
-from dpis.features.colours import Colours, opponent, opponent_source
+from dpis.features.colours import Colours, opponent
 from dpis.features.standalone import scattering_source
-from dpis.features.words import VOCABULARY, bag_features, word_sequences
+from dpis.features.texts import VOCABULARY, word_sequences
 from dpis.files.preprocessing import (
     ArrayPreprocessing,
     Preprocessing,
@@ -27,7 +28,7 @@ from dpis.files.preprocessing import (
 )
 from dpis.files.schema import listed
 from dpis.files.targets import ClassTarget
-from dpis.models.named import Inputs
+from dpis.models.kinds import Inputs
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image, nine of the 243 of a colour
@@ -133,7 +134,7 @@ class Pipeline:
         if self.kind is Inputs.SCATTERED:
             definitions = scattering_source()
             if self.colours is Colours.OPPONENT:
-                definitions += "\n\n" + opponent_source()
+                definitions += "\n\n" + inspect.getsource(opponent)
                 lines.append("    inputs = opponent(inputs)")
             lines.append(f"    inputs = Scattering(({shape[-2]}, {shape[-1]}))(inputs)")
             lines += self._normalise_lines()

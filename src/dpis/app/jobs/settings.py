@@ -9,7 +9,7 @@ from dpis.app.jobs.systems import System
 from dpis.errors import InputError
 from dpis.features.channels import channel_releases
 from dpis.mechanism import Config, make_plan
-from dpis.models.named import KINDS, Inputs, ModelKind
+from dpis.models.kinds import KINDS, Inputs, ModelKind
 from dpis.options import Method
 
 DEFAULT_EMA = 0.95

@@ -23,7 +23,7 @@ from dpis.app.jobs.settings import (
 from dpis.app.jobs.sources import Encoded, RecordSource, open_source
 from dpis.app.jobs.systems import system
 from dpis.errors import InputError
-from dpis.features.augment import Augmentation
+from dpis.features.augment import Augmentation, View, other_views
 from dpis.features.channels import (
     LONGEST_MEAN,
     LONGEST_SQUARE,
@@ -33,11 +33,10 @@ from dpis.features.channels import (
     channel_sums,
 )
 from dpis.features.colours import Colours
-from dpis.features.views import View, other_views
 from dpis.generators import seeded_torch
 from dpis.mechanism import Config, Mechanism
 from dpis.mechanism.secret_state import load_secret_state
-from dpis.models.named import Inputs, ModelKind, model_kind
+from dpis.models.kinds import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from dpis.datasets.glove import WordVectors
 from dpis.errors import InputError
 from dpis.features import bags
+from dpis.features.bags import bag_features
 from dpis.features.cache import FeatureCache
-from dpis.features.words import bag_features, embedding_table, tokenise, word_sequences
+from dpis.features.texts import embedding_table, tokenise, word_sequences
 
 WORDS = ("the", ",", ".", "a", "n't", "do", "good", "bad", "film", "great", "awful", "well")
 
@@ -143,7 +144,7 @@ def test_what_is_kept_is_what_would_be_computed(tmp_path, monkeypatch):
         bag_features(texts, known, 3, cache_dir=tmp_path),
     )
     assert len(list(tmp_path.glob("*.npy"))) == 2
-    monkeypatch.setattr("dpis.features.words.word_places", None)
+    monkeypatch.setattr("dpis.features.texts.word_places", None)
     monkeypatch.setattr("dpis.features.bags.word_places", None)
     kept = (
         word_sequences(texts, known.words, 5, cache_dir=tmp_path),

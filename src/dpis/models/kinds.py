@@ -17,7 +17,7 @@ from torch import nn
 
 from dpis.datasets.glove import load_glove
 from dpis.errors import InputError
-from dpis.features.words import VOCABULARY, embedding_table
+from dpis.features.texts import VOCABULARY, embedding_table
 from dpis.models import paper
 
 NOISE_STEP = 7.5e-4
@@ -91,27 +91,32 @@ class ModelKind:
 
 
 def _linear(shape: Shape, outputs: int) -> nn.Module:
-    return paper.keras_initialised(nn.Sequential(nn.Flatten(), nn.Linear(_numbers(shape), outputs)))
+    return paper.keras_initialised(
+        nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), outputs))
+    )
 
 
 def _mlp(shape: Shape, outputs: int) -> nn.Module:
     return paper.keras_initialised(
         nn.Sequential(
-            nn.Flatten(), nn.Linear(_numbers(shape), 128), nn.Tanh(), nn.Linear(128, outputs)
+            nn.Flatten(), nn.Linear(math.prod(shape), 128), nn.Tanh(), nn.Linear(128, outputs)
         )
     )
 
 
 def _cnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Module:
     """The paper's networks for their shapes; for other images the smaller of them, its last layers fitted."""
-    channels, height, width = _image(shape)
-    if (channels, height, width) == (1, 28, 28):
+    if len(shape) != 3:
+        raise InputError(
+            f"a cnn needs images, [channels, height, width] a record; found the shape {list(shape)}. Use mlp or linear"
+        )
+    if shape == (1, 28, 28):
         return paper.pixel_cnn_mnist(activation, outputs)
-    if (channels, height, width) == (3, 32, 32):
+    if shape == (3, 32, 32):
         return paper.pixel_cnn_cifar10(activation, outputs)
     return _with_head(
         [
-            nn.Conv2d(channels, 16, 5, stride=2, padding=2),
+            nn.Conv2d(shape[0], 16, 5, stride=2, padding=2),
             activation(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1),
             activation(),
@@ -122,14 +127,13 @@ def _cnn(shape: Shape, outputs: int, activation: Callable[[], nn.Module] = nn.Ta
 
 
 def _scatter_cnn(shape: Shape, outputs: int) -> nn.Module:
-    channels, height, width = shape
-    if (channels, height, width) == (81, 7, 7):
+    if shape == (81, 7, 7):
         return paper.scatter_cnn_mnist(classes=outputs)
-    if (channels, height, width) == (243, 8, 8):
+    if shape == (243, 8, 8):
         return paper.scatter_cnn_cifar10(classes=outputs)
     return _with_head(
         [
-            nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+            nn.Conv2d(shape[0], 16, 3, stride=2, padding=1),
             nn.Tanh(),
             nn.Conv2d(16, 32, 3, padding=1),
             nn.Tanh(),
@@ -247,15 +251,3 @@ def _takes_arguments(factory: Callable[..., object]) -> bool:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _numbers(shape: Shape) -> int:
-    return int(torch.Size(shape).numel())
-
-
-def _image(shape: Shape) -> Shape:
-    if len(shape) != 3:
-        raise InputError(
-            f"a cnn needs images, [channels, height, width] a record; found the shape {list(shape)}. Use mlp or linear"
-        )
-    return shape

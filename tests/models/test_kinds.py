@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from dpis.errors import InputError
-from dpis.models.named import KINDS, Inputs, model_kind
+from dpis.models.kinds import KINDS, Inputs, model_kind
 
 SHAPES = {
     "scatter-linear": (81, 7, 7),
