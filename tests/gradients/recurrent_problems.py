@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dpis.gradients.factors.factor import Factor
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.recurrent import RULES
-from dpis.gradients.rules.rule import Call, Ran
+from dpis.gradients.rules.rule import Call, Ran, WatchedGradient
 
 FEATURES, HIDDEN = 3, 4
 
@@ -188,9 +188,8 @@ def fast_gradients(module: nn.Module, batch: Batch, dtype: torch.dtype = torch.f
     inputs, *state = (next(grads) for _ in range(1 + len(own.state)))
     factors: dict[str, list[Factor]] = defaultdict(list)
     for call, ran in mode.ran:
-        own_grads = [next(grads) for _ in ran.watched]
-        layouts = [Layout(dim=0)] * len(own_grads)
-        for parameter, factor in RULES[call.function].factors(ran.saved, own_grads, layouts):
+        own_grads = [WatchedGradient(next(grads), Layout(dim=0)) for _ in ran.watched]
+        for parameter, factor in RULES[call.function].factors(ran.saved, own_grads):
             factors[name_of[id(parameter)]].append(factor)
     return Fast(loss.detach(), inputs, tuple(state), dict(factors))
 

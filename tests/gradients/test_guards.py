@@ -190,8 +190,8 @@ class TestSelfCheck:
     def test_a_wrong_rule_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         right, places = Linear.factors, torch.tensor([1, 2, 0])
 
-        def wrong(self: Linear, saved, grads, layouts):
-            for parameter, factor in right(self, saved, grads, layouts):
+        def wrong(self: Linear, saved, watched):
+            for parameter, factor in right(self, saved, watched):
                 last_layer = factor.shape[0] == 4
                 yield parameter, factor.select(places) if last_layer else factor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,14 @@ from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.general import General
-from dpis.gradients.rules.rule import Call, ParameterFactor, name_of, widened
+from dpis.gradients.rules.rule import (
+    Call,
+    Factors,
+    ParameterFactor,
+    WatchedGradient,
+    name_of,
+    widened,
+)
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
@@ -59,21 +66,19 @@ def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
     }
 
 
-def _factors(
-    use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]
-) -> Iterable[ParameterFactor]:
+def _factors(use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]) -> Factors:
     """What the rule makes of a use, its inputs and gradients in float32 or better."""
     use.require_unchanged()
     saved = use.saved.in_full_precision() if isinstance(use.saved, Call) else use.saved
     known = next(grad for grad in grads if grad is not None)
-    filled = [
-        widened(known.new_zeros(shape) if grad is None else grad)
-        for grad, shape in zip(grads, use.shapes, strict=True)
+    watched = [
+        WatchedGradient(widened(known.new_zeros(shape) if grad is None else grad), layout)
+        for grad, shape, layout in zip(grads, use.shapes, layouts, strict=True)
     ]
     if not isinstance(use.rule, General):
-        return use.rule.factors(saved, filled, layouts)
+        return use.rule.factors(saved, watched)
     try:
-        return list(use.rule.factors(saved, filled, layouts))
+        return list(use.rule.factors(saved, watched))
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise GeneralRuleError(use.key) from error
 

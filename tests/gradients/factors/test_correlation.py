@@ -28,7 +28,7 @@ from dpis.gradients.factors.phases import (
 )
 from dpis.gradients.layout import Layout
 from dpis.gradients.rules.convolution import RULES
-from dpis.gradients.rules.rule import Call
+from dpis.gradients.rules.rule import Call, WatchedGradient
 
 CONVOLUTIONS = {
     1: torch.nn.functional.conv1d,
@@ -344,7 +344,7 @@ class TestByPhases:
         layer = torch.nn.Conv2d(*problem.channels, problem.kernel, **settings)
         call = call_of(layer, torch.randn(4, problem.channels[0], *problem.sizes))
         ran = RULES[call.function].run(call)
-        factors = RULES[call.function].factors(ran.saved, [ran.result], [Layout(0)])
+        factors = RULES[call.function].factors(ran.saved, [WatchedGradient(ran.result, Layout(0))])
         assert isinstance(dict(factors)[layer.weight], PhaseGradients)
 
     def test_rows_of_a_record_may_lie_apart(self, problem: Problem) -> None:
@@ -356,7 +356,9 @@ class TestByPhases:
         ran = RULES[call.function].run(call)
         grads = torch.randn_like(ran.result)
         apart = Layout(0, per_record=2, record_major=False)
-        found = dict(RULES[call.function].factors(ran.saved, [grads], [apart]))[layer.weight]
+        found = dict(RULES[call.function].factors(ran.saved, [WatchedGradient(grads, apart)]))[
+            layer.weight
+        ]
         together = [0, 3, 1, 4, 2, 5]
         expected = oracle(problem, inputs[together], grads[together], rows=2)
         assert relative(found.fold(2).explicit(), expected) < 1e-12
@@ -425,8 +427,8 @@ def test_the_rule_gives_every_parameter_its_factor(name: str) -> None:
     ran = rule.run(call)
     assert torch.allclose(ran.result, layer(inputs), atol=1e-12)
     assert ran.result.is_contiguous()
-    grads = torch.autograd.grad(ran.result.sin().sum(), ran.watched)
-    factors = list(rule.factors(ran.saved, grads, [Layout(0)]))
+    (grad,) = torch.autograd.grad(ran.result.sin().sum(), ran.watched)
+    factors = list(rule.factors(ran.saved, [WatchedGradient(grad, Layout(0))]))
     assert len(factors) == len(list(layer.parameters()))
     for parameter, factor in factors:
         for record in range(5):
@@ -444,5 +446,6 @@ def test_an_unbatched_image_has_no_rule() -> None:
 def test_records_among_positions_are_refused() -> None:
     layer = torch.nn.Conv1d(3, 4, 1)
     call = call_of(layer, torch.randn(1, 3, 6))
+    among_positions = WatchedGradient(torch.randn(1, 4, 6), Layout(2))
     with pytest.raises(CouplingError, match=r"\[records, channels, \.\.\.\]"):
-        list(RULES[call.function].factors(call, [torch.randn(1, 4, 6)], [Layout(2)]))
+        list(RULES[call.function].factors(call, [among_positions]))

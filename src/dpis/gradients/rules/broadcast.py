@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, ParameterFactor, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, Factors, Rule, RuleTable, Watched
 
 # ``g ⊙ ∂f/∂operand`` from ``g`` and both operands.
 Slope = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,17 +36,16 @@ class Elementwise(Rule):
         plain = "out" not in call.kwargs and call.kwargs.get("rounding_mode") is None
         return plain and call.wants(left) != call.wants(right)
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """The slope times the output gradient, summed to the parameter's shape."""
+        grad, layout = watched[0]
         left, right = saved.argument(0, "input"), saved.argument(1, "other")
         if saved.wants(left):
-            yield left, unbroadcast(self.to_left(grads[0], left, right), left, layouts[0])
+            yield left, unbroadcast(self.to_left(grad, left, right), left, layout)
         else:
             alpha = saved.kwargs.get("alpha", 1)
-            g = grads[0] if alpha == 1 else grads[0] * alpha
-            yield right, unbroadcast(self.to_right(g, left, right), right, layouts[0])
+            g = grad if alpha == 1 else grad * alpha
+            yield right, unbroadcast(self.to_right(g, left, right), right, layout)
 
 
 class Spread(Rule):
@@ -56,12 +55,11 @@ class Spread(Rule):
         """The spread tensor is the parameter."""
         return call.wants(call.argument(0, "input"))
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Copies within a record add up."""
+        grad, layout = watched[0]
         parameter = saved.argument(0, "input")
-        yield parameter, unbroadcast(grads[0], parameter, layouts[0])
+        yield parameter, unbroadcast(grad, parameter, layout)
 
 
 class Repeat(Rule):
@@ -71,14 +69,13 @@ class Repeat(Rule):
         """The repeated tensor is the parameter."""
         return call.wants(call.args[0])
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Every dimension splits into tiles and what is in a tile."""
+        grad, layout = watched[0]
         parameter = saved.args[0]
-        shape = [1] * (grads[0].ndim - parameter.ndim) + list(parameter.shape)
-        del shape[layouts[0].dim]
-        rows = layouts[0].rows_first(grads[0])
+        shape = [1] * (grad.ndim - parameter.ndim) + list(parameter.shape)
+        del shape[layout.dim]
+        rows = layout.rows_first(grad)
         sizes = zip(rows.shape[1:], shape, strict=True)
         tiled = [number for size, tile in sizes for number in (size // tile, tile)]
         tiles = rows.reshape(rows.shape[0], *tiled)

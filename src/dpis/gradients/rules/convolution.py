@@ -5,7 +5,6 @@ Transposed convolutions have no rule; their parameters go to the fallback.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,7 @@ from dpis.gradients.factors import Dense
 from dpis.gradients.factors.correlation import convolution_factor
 from dpis.gradients.factors.geometry import Geometry, Sizes, same_padding
 from dpis.gradients.factors.phases import Phases, channels_last, worth_splitting
-from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import HALF, Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import HALF, Call, Factors, Ran, Rule, RuleTable, Watched
 
 MANY_CHANNELS = 16
 """From so many on, data is worth turning channels last before its first convolution."""
@@ -68,25 +66,24 @@ class Convolution(Rule):
         result = last.result().contiguous()
         return Ran(result, watched=(result,), saved=last)
 
-    def factors(
-        self, saved: Call | Phased, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call | Phased, watched: Watched) -> Factors:
         """A convolution factor for the kernel, a sum over positions for the bias."""
+        grad, layout = watched[0]
         call = saved.call if isinstance(saved, Phased) else saved
         weight, bias = call.argument(1, "weight"), call.argument(2, "bias")
-        if layouts[0].dim != 0:
+        if layout.dim != 0:
             raise CouplingError(
                 "A convolution expects records in the first dimension of its input; found them in "
-                f"dimension {layouts[0].dim}, among channels or positions, which it mixes. Reshape "
+                f"dimension {layout.dim}, among channels or positions, which it mixes. Reshape "
                 "its input to [records, channels, ...]."
             )
-        output_grads = layouts[0].rows_first(grads[0])
+        output_grads = layout.rows_first(grad)
         if isinstance(saved, Phased):
-            phases = saved.phases.in_order(layouts[0].rows_first)
+            phases = saved.phases.in_order(layout.rows_first)
             yield weight, phases.gradients(output_grads)
         elif call.wants(weight):
             inputs, geometry = _geometry(call, tuple(weight.shape[2:]))
-            yield weight, convolution_factor(layouts[0].rows_first(inputs), output_grads, geometry)
+            yield weight, convolution_factor(layout.rows_first(inputs), output_grads, geometry)
         if call.wants(bias):
             yield bias, Dense(output_grads.flatten(2).sum(2))
 

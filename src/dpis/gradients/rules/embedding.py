@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +10,15 @@ from torch.nn import functional
 
 from dpis.errors import CouplingError
 from dpis.gradients.factors import Lookup
-from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import (
+    Call,
+    Factors,
+    ParameterFactor,
+    Ran,
+    Rule,
+    RuleTable,
+    Watched,
+)
 
 
 class Table(Rule):
@@ -30,14 +36,13 @@ class Table(Rule):
 class Embedding(Table):
     """``y_l = W[index_l]``: the gradient of table row ``v`` is ``Σ_l [index_l = v] g_l``."""
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Indices and output gradients."""
-        indices = layouts[0].rows_first(saved.argument(0, "input"))
-        yield self._lookup(saved, indices, layouts[0].rows_first(grads[0]))
+        grad, layout = watched[0]
+        indices = layout.rows_first(saved.argument(0, "input"))
+        yield self._lookup(saved, indices, layout.rows_first(grad))
 
-    def pull_back(self, call: Call, grads: Tensor) -> Iterator[ParameterFactor]:
+    def pull_back(self, call: Call, grads: Tensor) -> Factors:
         """All records look up the same indices (positions, say), each with its own gradients."""
         indices = call.argument(0, "input")
         yield self._lookup(call, indices.expand(len(grads), *indices.shape), grads)
@@ -63,14 +68,13 @@ class EmbeddingBag(Table):
         """Bags that begin at offsets are as long as the batch has them."""
         return replace(super().run(call), batch_shaped=call.argument(2, "offsets") is not None)
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Every entry of a bag has the bag's gradient times its share."""
+        grad = watched[0].grad
         indices, weight = saved.argument(0, "input"), saved.argument(1, "weight")
         padding = saved.argument(10, "padding_idx")
         shares = saved.argument(8, "per_sample_weights")
-        shares = torch.ones_like(indices, dtype=grads[0].dtype) if shares is None else shares
+        shares = torch.ones_like(indices, dtype=grad.dtype) if shares is None else shares
         if padding is not None:
             shares = shares * (indices != padding % weight.shape[0])
         offsets = saved.argument(2, "offsets")
@@ -80,7 +84,7 @@ class EmbeddingBag(Table):
             indices, shares = _padded_bags(indices, shares, offsets)
         if saved.argument(6, "mode", "mean") == "mean":
             shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
-        entries = shares[:, :, None] * grads[0][:, None, :]
+        entries = shares[:, :, None] * grad[:, None, :]
         yield weight, Lookup(indices, entries, weight.shape[0])
 
 

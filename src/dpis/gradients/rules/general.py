@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpis.gradients.factors import Dense
-from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule
+from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, Watched
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,13 @@ class General(Rule):
         held = tuple(t for t in arguments(call) if not call.wants(t))
         return Ran(result, watched, saved=call, held=held)
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Explicit gradients, by ``vmap`` over the records."""
+        grad, layout = watched[0]
         leaves, spec = tree_flatten((saved.args, saved.kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         wanted = list({id(tensor): tensor for tensor in saved.parameters}.values())
-        out_dim = layouts[0].dim
+        out_dim = layout.dim
 
         def gradients_of_one(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
             def function(*parameters: Tensor) -> Any:
@@ -63,7 +60,7 @@ class General(Rule):
         detached = [tensor.detach() for tensor in tensors]
         with warnings.catch_warnings():  # we say ourselves, once, that this way is slow
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            explicit = every_record(grads[0].to(wanted[0].dtype), *detached)
+            explicit = every_record(grad.to(wanted[0].dtype), *detached)
         yield from ((p, Dense(gradients)) for p, gradients in zip(wanted, explicit, strict=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -11,7 +9,7 @@ from torch.nn import functional
 from dpis.gradients import aligned
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, RuleTable, Watched
 
 
 class Linear(Rule):
@@ -26,15 +24,14 @@ class Linear(Rule):
         result = aligned.linear(*call.args, **call.kwargs)
         return Ran(result, (result,), saved=call, held=call.inputs())
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """An outer product for the weight, a sum over positions for the bias."""
+        grad, layout = watched[0]
         x, weight = saved.argument(0, "input"), saved.argument(1, "weight")
         bias = saved.argument(2, "bias")
-        g = positions_in_the_middle(grads[0], layouts[0])
+        g = positions_in_the_middle(grad, layout)
         if saved.wants(weight):
-            yield weight, Outer(positions_in_the_middle(x, layouts[0]), g)
+            yield weight, Outer(positions_in_the_middle(x, layout), g)
         if saved.wants(bias):
             yield bias, Dense(sum_of_positions(g))
 
@@ -55,18 +52,17 @@ class Product(Rule):
         result = aligned.product(call.argument(0, "input"), call.argument(1, "other"))
         return Ran(result, (result,), saved=call, held=call.inputs())
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Outer products; with the weight on the left, the columns of ``x`` are the positions."""
+        grad, layout = watched[0]
         left, right = saved.argument(0, "input"), saved.argument(1, "other")
         if saved.wants(right):
-            g = positions_in_the_middle(grads[0], layouts[0])
-            yield right, Outer(g, positions_in_the_middle(left, layouts[0]))
+            g = positions_in_the_middle(grad, layout)
+            yield right, Outer(g, positions_in_the_middle(left, layout))
         else:
-            layout = _transposed(layouts[0], grads[0].ndim)
-            g = positions_in_the_middle(grads[0].mT, layout)
-            yield left, Outer(positions_in_the_middle(right.mT, layout), g)
+            turned = _transposed(layout, grad.ndim)
+            g = positions_in_the_middle(grad.mT, turned)
+            yield left, Outer(positions_in_the_middle(right.mT, turned), g)
 
 
 class AddedProduct(Rule):
@@ -84,14 +80,13 @@ class AddedProduct(Rule):
         result = aligned.product(x, weight) + bias if odd else torch.addmm(bias, x, weight)
         return Ran(result, (result,), saved=call, held=call.inputs())
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """As for a linear layer with its weight transposed."""
+        grad, layout = watched[0]
         bias, x, weight = saved.args
-        g = positions_in_the_middle(grads[0], layouts[0])
+        g = positions_in_the_middle(grad, layout)
         if saved.wants(weight):
-            yield weight, Outer(g, positions_in_the_middle(x, layouts[0]))
+            yield weight, Outer(g, positions_in_the_middle(x, layout))
         if saved.wants(bias):
             yield bias, Dense(sum_of_positions(g))
 

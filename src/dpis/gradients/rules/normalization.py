@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch.nn import functional
 
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, ParameterFactor, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, Factors, Rule, RuleTable, Watched
 
 
 class Affine(Rule):
@@ -29,16 +28,15 @@ class Affine(Rule):
         """The input is not itself a parameter."""
         return not call.wants(call.argument(0, "input"))
 
-    def factors(
-        self, saved: Call, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Call, watched: Watched) -> Factors:
         """Both gradients, one record at a time."""
+        grad, layout = watched[0]
         scale = saved.argument(self.scale_at, "weight")
         shift = None if self.shift_at is None else saved.argument(self.shift_at, "bias")
         if saved.wants(scale):
-            yield scale, self.summed(grads[0] * self.normalised(saved), scale, layouts[0])
+            yield scale, self.summed(grad * self.normalised(saved), scale, layout)
         if shift is not None and saved.wants(shift):
-            yield shift, self.summed(grads[0], shift, layouts[0])
+            yield shift, self.summed(grad, shift, layout)
 
     @abstractmethod
     def normalised(self, call: Call) -> Tensor:

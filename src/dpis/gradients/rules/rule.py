@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +91,18 @@ class Ran:
     batch_shaped: bool = False
 
 
+class WatchedGradient(NamedTuple):
+    """The gradient of the summed loss by a watched tensor, and where the records are in it."""
+
+    grad: Tensor
+    """In float32 or better."""
+    layout: Layout
+
+
+Watched = Sequence[WatchedGradient]
 # The tensor of ``Call.parameters`` and the gradients of all rows with respect to it.
 ParameterFactor = tuple[Tensor, Factor]
+Factors = Iterable[ParameterFactor]
 
 
 class Rule(ABC):
@@ -114,7 +124,7 @@ class Rule(ABC):
         """Whether the rule covers this call; the general fallback takes those it does not."""
         return True
 
-    def pull_back(self, call: Call, grads: Tensor) -> Iterable[ParameterFactor] | None:
+    def pull_back(self, call: Call, grads: Tensor) -> Factors | None:
         """Factors of a call that does not depend on the batch, such as a table of positions.
 
         Args:
@@ -127,17 +137,13 @@ class Rule(ABC):
         return None
 
     @abstractmethod
-    def factors(
-        self, saved: Any, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterable[ParameterFactor]:
+    def factors(self, saved: Any, watched: Watched) -> Factors:
         """The factors of every parameter the call wants. Pure.
 
         Args:
             saved: what ``run`` put into ``Ran.saved`` (the ``Call``, unless overridden). The inputs
                 of a ``Call`` arrive in float32 or better.
-            grads: the gradients of the summed loss with respect to the watched tensors, in float32
-                or better.
-            layouts: where the records are in each watched tensor.
+            watched: the gradients of the watched tensors, in their order.
 
         Returns:
             Pairs of a parameter and its factor. The factor's records are the *rows* that

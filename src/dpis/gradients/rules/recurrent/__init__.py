@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dpis.gradients.layout import Layout
 from dpis.gradients.rules.recurrent.call import Recurrence, read_cell, read_sequence
 from dpis.gradients.rules.recurrent.cells import Cell, ElmanCell, GruCell, LstmCell
 from dpis.gradients.rules.recurrent.stack import run_stack
 from dpis.gradients.rules.recurrent.stand_in import WatchedParameter
-from dpis.gradients.rules.rule import Call, ParameterFactor, Ran, Rule, RuleTable
+from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, RuleTable, Watched
 
 # The parameters, and where each record stands in a packed batch that was sorted.
 Saved = tuple[list[WatchedParameter], Tensor | None]
@@ -51,13 +50,11 @@ class RecurrentRule(Rule):
         packed = recurrence.timetable.packed
         return Ran(result, stand_ins, saved, bytes_inside=run.bytes_inside, batch_shaped=packed)
 
-    def factors(
-        self, saved: Saved, grads: Sequence[Tensor], layouts: Sequence[Layout]
-    ) -> Iterator[ParameterFactor]:
+    def factors(self, saved: Saved, watched: Watched) -> Factors:
         """``Dense`` or ``Outer``, whichever the stand-in was chosen for."""
         parameters, place_of_record = saved
-        for watched, grad, layout in zip(parameters, grads, layouts, strict=True):
-            yield watched.parameter, watched.factor(grad, layout, place_of_record)
+        for own, (grad, layout) in zip(parameters, watched, strict=True):
+            yield own.parameter, own.factor(grad, layout, place_of_record)
 
 
 RULES: RuleTable = {
