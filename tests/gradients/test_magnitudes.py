@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpis.gradients import RecordGradients
-from dpis.gradients.combine import Part, Place, Sum, combine
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer
 from dpis.gradients.factors.correlation import Correlation, convolution_factor
 from dpis.gradients.factors.geometry import Geometry
 from dpis.gradients.factors.norms import squared_norms
 from dpis.gradients.factors.phases import Phases
+from dpis.gradients.parts import Part, Place, Sum, without_overlap
 from dpis.gradients.tape import Tape
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum
@@ -380,7 +380,7 @@ def test_one_record_among_half_a_million_moves_the_sum_by_one(kind: str) -> None
 def _tape(records: int) -> Tape:
     parameter = torch.zeros(16, 16)
     place = Place.of(parameter, parameter)
-    parts = combine([Part(place, aligned_contributions("outer", records))], parameter)
+    parts = without_overlap([Part(place, aligned_contributions("outer", records))], parameter)
     return Tape({"w": parameter}, {"w": parts}, records)
 
 

@@ -15,34 +15,9 @@ from dpis.errors import GradientError, InputError
 from dpis.gradients.evidence import Trace, gradients_of, narrow
 from dpis.gradients.layout import Growth, Layout, find_growth
 from dpis.gradients.rules.general import General, arguments
-from dpis.gradients.rules.rule import Rule, name_of
-from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
-
-
-@dataclass(frozen=True)
-class Constant:
-    """The call depends on no record: its result is followed as a parameter is.
-
-    Attributes:
-        shapes: those its results were seen to have, whatever the number of records.
-    """
-
-    shapes: frozenset[Shapes]
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The records' places in the watched tensors are known; the rule does the rest."""
-
-    rule: Rule
-    growths: tuple[Growth, ...]
-
-
-@dataclass(frozen=True)
-class Beyond:
-    """No rule covers the call: its parameters need the fallback over the whole model."""
-
-    reason: str
+from dpis.gradients.rules.rule import name_of
+from dpis.gradients.verdicts import Beyond, Constant, Key, Placed, Plan, Verdict
+from dpis.gradients.watch import Use, Watch, names_in
 
 
 class GeneralRuleError(RuntimeError):
@@ -73,8 +48,6 @@ class Findings:
 # Each round follows one more link in chains of calls that depend on no record.
 MOST_ROUNDS = 50
 
-Verdict = Constant | Placed | Beyond
-Plan = dict[Key, Verdict]
 # Runs the model and the loss under a watch: the loss of every row (or one for all).
 WatchedLosses = Callable[[Watch, Batch], Tensor]
 

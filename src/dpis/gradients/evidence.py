@@ -11,7 +11,8 @@ from torch import Tensor
 from dpis.coupling.neighbours import coupled, refuse_gradient_of_others, same
 from dpis.gradients.layout import Growth, Layout
 from dpis.gradients.rules.rule import name_of
-from dpis.gradients.watch import Key, Shapes, Use, Watch, names_in
+from dpis.gradients.verdicts import Key, Shapes
+from dpis.gradients.watch import Use, Watch, names_in
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,11 @@ def objective_of(loss: Loss) -> Objective:
     the batch. Here each row's sum is divided by the number of its own terms that count. Other losses with one value
     for the batch are asked for every row alone.
     """
-    row_losses = _by_row(loss)
+    terms = _Terms.of(loss)
+    if terms is None:
+        row_losses: Loss = functools.partial(_row_by_row, loss)
+    else:
+        row_losses = loss if terms.reduction == "none" else terms.of_rows
 
     def objective(module: nn.Module, batch: Batch) -> Tensor:
         if not isinstance(batch, tuple | list) or len(batch) < 2:
@@ -60,29 +64,38 @@ class _Terms:
     reduction: str
     ignored: int | None
 
+    @staticmethod
+    def of(loss: Any) -> _Terms | None:
+        """None: it is not a loss of ``torch.nn``."""
+        if isinstance(loss, nn.Module):
+            if not isinstance(getattr(loss, "reduction", None), str):
+                return None
+            by_term = copy.copy(loss)
+            setattr(by_term, "reduction", "none")  # noqa: B010 (to type checkers a Tensor or a Module)
+            return _Terms(by_term, str(loss.reduction), getattr(loss, "ignore_index", None))
+        partial = isinstance(loss, functools.partial)
+        function, given = (loss.func, loss.keywords) if partial else (loss, {})
+        if getattr(function, "__module__", "") != functional.__name__:
+            return None
+        defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+        settings = defaults | given
+        if "reduction" not in defaults:
+            return None
+        terms = functools.partial(loss, reduction="none")
+        return _Terms(terms, settings["reduction"], settings.get("ignore_index"))
 
-def _by_row(loss: Loss) -> Loss:
-    terms = _terms_of_module(loss) if isinstance(loss, nn.Module) else _terms_of_function(loss)
-    if terms is None:
-        return functools.partial(_row_by_row, loss)
-    if terms.reduction == "none":
-        return loss
-
-    def row_losses(output: Any, target: Any) -> Tensor:
-        by_term: Tensor = terms.function(output, target)
+    def of_rows(self, output: Any, target: Any) -> Tensor:
+        """The terms of every row, summed or averaged."""
+        by_term: Tensor = self.function(output, target)
         if by_term.ndim == 1:
-            return (
-                by_term  # a term a row: its sum and its mean (a term that does not count is zero)
-            )
+            return by_term  # one term a row: its sum and its mean (one that does not count is zero)
         by_term = by_term.reshape(by_term.shape[0], -1)
-        if terms.reduction != "mean":
+        if self.reduction != "mean":
             return by_term.sum(1)
-        if terms.ignored is not None and not target.is_floating_point():
-            counted: Tensor = (target != terms.ignored).reshape(by_term.shape[0], -1).sum(1)
+        if self.ignored is not None and not target.is_floating_point():
+            counted: Tensor = (target != self.ignored).reshape(by_term.shape[0], -1).sum(1)
             return by_term.sum(1) / counted.clamp(min=1)
         return by_term.mean(1)
-
-    return row_losses
 
 
 def _row_by_row(loss: Loss, output: Any, target: Any) -> Tensor:
@@ -106,28 +119,6 @@ def _row_by_row(loss: Loss, output: Any, target: Any) -> Tensor:
     except (RuntimeError, NotImplementedError, ValueError):
         rows = range(len(output))
         return torch.stack([loss(output[i : i + 1], target[i : i + 1]) for i in rows])
-
-
-def _terms_of_module(loss: nn.Module) -> _Terms | None:
-    if not isinstance(getattr(loss, "reduction", None), str):
-        return None
-    reduction = str(loss.reduction)
-    terms = copy.copy(loss)
-    setattr(terms, "reduction", "none")  # noqa: B010 (to type checkers a Tensor or a Module)
-    return _Terms(terms, reduction, getattr(loss, "ignore_index", None))
-
-
-def _terms_of_function(loss: Any) -> _Terms | None:
-    partial = isinstance(loss, functools.partial)
-    function, settings = (loss.func, loss.keywords) if partial else (loss, {})
-    if getattr(function, "__module__", "") != functional.__name__:
-        return None
-    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
-    if "reduction" not in defaults:
-        return None
-    settings = defaults | settings
-    terms = functools.partial(loss, reduction="none")
-    return _Terms(terms, settings["reduction"], settings.get("ignore_index"))
 
 
 def weighted_total(

@@ -21,27 +21,23 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.neighbours import half_of
 from dpis.coupling.schedule import Looks
 from dpis.errors import GradientError, InputError
+from dpis.gradients.backward import left_to_fallback, run_backward
 from dpis.gradients.call_plan import (
-    Beyond,
-    Constant,
     GeneralRuleError,
-    Placed,
-    Plan,
     general,
     layouts_of,
     make_plan,
     merge,
     unplanned,
 )
-from dpis.gradients.collect import beyond, collect
-from dpis.gradients.combine import Part, Place, combine
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradients, SlowGradientsWarning
 from dpis.gradients.losses import Objective, weighted_total
-from dpis.gradients.rules.general import General
+from dpis.gradients.parts import Part, Place, without_overlap
 from dpis.gradients.tape import Tape, full_precision
-from dpis.gradients.watch import Key, Watch
+from dpis.gradients.verdicts import Beyond, Placed, Plan
+from dpis.gradients.watch import Watch
 
 T = TypeVar("T")
 
@@ -232,12 +228,12 @@ class Recorder:
         """Backward to the watched tensors; what no rule covers, by ``torch.func`` over the batch."""
         rows = records * self.rows_per_record
         with full_precision(total.device):
-            parts = collect(watch, self._plan, total, records, rows, real or records)
-        slow = beyond(watch, self._plan) | self._slow
+            parts = run_backward(watch, self._plan, total, records, rows, real or records)
+        slow = left_to_fallback(watch, self._plan) | self._slow
         if slow:
             parts |= self._slowly(slow, batch, records, present)
         with torch.no_grad(), full_precision(total.device):
-            combined = {n: combine(parts.get(n, ()), p) for n, p in self.parameters.items()}
+            combined = {n: without_overlap(parts.get(n, ()), p) for n, p in self.parameters.items()}
         own = real or records
         return Tape(self.parameters, combined, own, filling=records - own)
 
@@ -279,21 +275,8 @@ class Recorder:
             return run()
 
     def _new_watch(self, plan: Plan, planning: bool = False) -> Watch:
-        def constant(key: Key) -> bool:
-            return isinstance(plan.get(key), Constant)
-
-        def planned_rule(key: Key) -> General | None:
-            verdict = plan.get(key)
-            general = isinstance(verdict, Placed) and isinstance(verdict.rule, General)
-            return verdict.rule if general else None  # type: ignore[union-attr,return-value]
-
-        return Watch(
-            self.parameters,
-            constant,
-            planned_rule,
-            keep_watched=planning,
-            may_run_again=planning or self._ran_again,
-        )
+        may_run_again = planning or self._ran_again
+        return Watch(self.parameters, plan, keep_watched=planning, may_run_again=may_run_again)
 
     def _slowly(
         self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None

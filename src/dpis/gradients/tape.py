@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.combine import Part, squared_norms, weighted_sum
 from dpis.gradients.factors.factor import Kept, chosen, kept_by
+from dpis.gradients.parts import Part, squared_norms, weighted_sum
 
 
 @dataclass(frozen=True, eq=False)

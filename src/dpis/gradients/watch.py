@@ -16,15 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from dpis.errors import CouplingError, GradientError
 from dpis.gradients.aligned import as_aligned
-from dpis.gradients.combine import Place
+from dpis.gradients.parts import Place
 from dpis.gradients.rules import RULES
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
 from dpis.gradients.rules.rule import Call, Rule, name_of
-
-# A call: its function, where its parameters come from, and how often that was seen before.
-Key = tuple[Callable[..., Any], tuple[Hashable, ...], int]
-Shapes = tuple[torch.Size, ...]
+from dpis.gradients.verdicts import Constant, Key, Placed, Plan, Shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,9 +92,8 @@ class Watch(TorchFunctionMode):
 
     Args:
         parameters: the trainable parameters by name.
-        constant: whether the call of this key depends on no record. Its result is then followed
+        plan: what is known of each call. The results of those that depend on no record are followed
             as the parameters are.
-        rule_of: the rule planned for a key, where that is not the table's.
         keep_watched: keep the watched tensors too, to look at their values.
         may_run_again: whether parts of the forward pass may be run again on the way back.
     """
@@ -105,8 +101,7 @@ class Watch(TorchFunctionMode):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        constant: Callable[[Key], bool],
-        rule_of: Callable[[Key], Rule | None],
+        plan: Plan,
         keep_watched: bool = False,
         may_run_again: bool = True,
     ) -> None:
@@ -116,7 +111,7 @@ class Watch(TorchFunctionMode):
         self._replays = False
         self.constants: dict[Key, Shapes] = {}
         self.record_order: Tensor | None = None
-        self._constant, self._rule_of = constant, rule_of
+        self._plan = plan
         self._keep_watched, self._may_run_again = keep_watched, may_run_again
         self._seen: Counter[tuple[Callable[..., Any], tuple[Hashable, ...]]] = Counter()
         self._sources: dict[int, ParameterSource] = {}
@@ -184,21 +179,24 @@ class Watch(TorchFunctionMode):
 
     def _run_with_rule(self, call: Call, parameters: Sources, rule: Rule) -> Any:
         key = self._key(call, parameters)
-        if self._constant(key):
+        if isinstance(self._plan.get(key), Constant):
             return self._follow_computed(call.result(), key, call, rule)
-        return self._keep_use(key, call, parameters, self._rule_of(key) or rule)
+        return self._keep_use(key, call, parameters, rule)
 
     def _run_without_rule(self, call: Call, parameters: Sources) -> Any:
         result = call.result()
         if self._follow_views(result, parameters):
             return result
         key = self._key(call, parameters)
-        if self._constant(key):
+        if isinstance(self._plan.get(key), Constant):
             return self._follow_computed(result, key, call, None)
-        return self._keep_use(key, call, parameters, self._rule_of(key) or General())
+        return self._keep_use(key, call, parameters, General())
 
     def _keep_use(self, key: Key, call: Call, parameters: Sources, rule: Rule) -> Any:
         """Run a call that depends on the records, and keep what its factors need."""
+        planned = self._plan.get(key)
+        if isinstance(planned, Placed) and isinstance(planned.rule, General):
+            rule = planned.rule  # it knows which arguments have rows
         ran = rule.run(call)
         if self._replays:
             self.ran_again = True

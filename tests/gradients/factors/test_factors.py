@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpis.gradients.combine import Sum, inner_products
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer, norms
 from dpis.gradients.factors.correlation import Correlation
 from dpis.gradients.factors.geometry import Geometry
 from dpis.gradients.factors.norms import squared_norms
+from dpis.gradients.parts import Sum, inner_products
 
 RECORDS = 6
 

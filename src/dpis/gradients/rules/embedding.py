@@ -10,15 +10,7 @@ from torch.nn import functional
 
 from dpis.errors import CouplingError
 from dpis.gradients.factors import Lookup
-from dpis.gradients.rules.rule import (
-    Call,
-    Factors,
-    ParameterFactor,
-    Ran,
-    Rule,
-    RuleTable,
-    Watched,
-)
+from dpis.gradients.rules.rule import Call, Factors, ParameterFactor, Ran, Rule, RuleTable, Watched
 
 
 class Table(Rule):

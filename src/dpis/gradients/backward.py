@@ -1,4 +1,4 @@
-"""From the uses of a forward pass to the gradients of every parameter, as factors."""
+"""One backward pass: from the uses of a forward pass to the gradients of every parameter, as factors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dpis.gradients.call_plan import Beyond, GeneralRuleError, Placed, Plan, layouts_of
-from dpis.gradients.combine import Part, Place
+from dpis.gradients.call_plan import GeneralRuleError, layouts_of
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.layout import Layout
+from dpis.gradients.parts import Part, Place
 from dpis.gradients.rules.general import General
 from dpis.gradients.rules.rule import (
     Call,
@@ -22,10 +22,11 @@ from dpis.gradients.rules.rule import (
     name_of,
     widened,
 )
+from dpis.gradients.verdicts import Beyond, Placed, Plan
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
-def collect(
+def run_backward(
     watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int, real: int
 ) -> dict[str, list[Part]]:
     """Run backward, and give every parameter a part for each of its uses.
@@ -55,7 +56,7 @@ def collect(
     return parts
 
 
-def beyond(watch: Watch, plan: Plan) -> dict[str, str]:
+def left_to_fallback(watch: Watch, plan: Plan) -> dict[str, str]:
     """The parameters that need the fallback, with the reason."""
     return {
         name: f"{name_of(use.key[0])}: {verdict.reason}"

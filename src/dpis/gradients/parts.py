@@ -1,4 +1,4 @@
-"""Several uses of one parameter: one norm and one sum, cross terms included."""
+"""Parts of a parameter that gradients arrived at: joined where they overlap, so that cross terms count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpis.gradients.aligned import product
 from dpis.gradients.factors import Compound, Dense, Factor, Lookup, Outer
-from dpis.gradients.factors.factor import widest
+from dpis.gradients.factors.factor import OverPositions, widest
 from dpis.gradients.factors.norms import (
     LARGEST_LOSS,
     MOST_CANCELLED,
@@ -117,26 +117,19 @@ def inner_products(a: Factor, b: Factor) -> tuple[Tensor, Tensor]:
 
 def join(a: Factor, b: Factor) -> Factor:
     """``A + B``."""
-    if isinstance(a, Outer) and isinstance(b, Outer):
-        return a.join(b)
-    if isinstance(a, Lookup) and isinstance(b, Lookup):
+    if isinstance(a, OverPositions) and isinstance(b, type(a)):
         return a.join(b)
     if type(a) is type(b) is Dense:
         return Dense(a.gradients + b.gradients)
-    if isinstance(a, Sum):
-        return _join_to_sum(a, b)
-    return Sum((a, b))
+    if not isinstance(a, Sum):
+        return Sum((a, b))
+    for k, term in enumerate(a.terms):  # one of the same kind, if there is one
+        if type(term) is type(b) and not isinstance(joined := join(term, b), Sum):
+            return Sum((*a.terms[:k], joined, *a.terms[k + 1 :]))
+    return Sum((*a.terms, b))
 
 
-def _join_to_sum(total: Sum, factor: Factor) -> Sum:
-    """Join with a term of the same kind if there is one."""
-    for k, term in enumerate(total.terms):
-        if type(term) is type(factor) and not isinstance(joined := join(term, factor), Sum):
-            return Sum((*total.terms[:k], joined, *total.terms[k + 1 :]))
-    return Sum((*total.terms, factor))
-
-
-def combine(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
+def without_overlap(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
     """Parts that do not overlap, so that their squared norms add up.
 
     Uses of the same elements are joined. Views that overlap in part are spread out over the whole
@@ -146,11 +139,13 @@ def combine(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:
     for part in map(_upright, parts):
         known = joined.get(part.place)
         joined[part.place] = part.factor if known is None else join(known, part.factor)
-    separate = tuple(Part(place, _small(factor)) for place, factor in joined.items())
+    separate = tuple(
+        Part(place, smallest(factor) if isinstance(factor, Outer) else factor)
+        for place, factor in joined.items()
+    )
     places = tuple(joined)
-    if not places or (len(places) == 1 and not places[0].repeats):
-        return separate
-    if _disjoint(places, parameter.numel()):
+    alone = len(places) == 1 and not places[0].repeats
+    if not places or alone or _disjoint(places, parameter.numel()):
         return separate
     whole = reduce(torch.add, (_spread(part, parameter) for part in separate))
     return (Part(Place.of(parameter, parameter), Dense(whole)),)
@@ -174,10 +169,6 @@ def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> T
     return total
 
 
-def _small(factor: Factor) -> Factor:
-    return smallest(factor) if isinstance(factor, Outer) else factor
-
-
 def _upright(part: Part) -> Part:
     """A weight used as its transpose is the weight, the outer products turned round."""
     if isinstance(part.factor, Outer) and part.place.stride[0] < part.place.stride[1]:
@@ -199,14 +190,8 @@ def _disjoint(places: tuple[Place, ...], numel: int) -> bool:
 def _spread(part: Part, parameter: Tensor) -> Tensor:
     """Explicit gradients of the whole parameter, zero outside the part."""
     gradients = part.factor.explicit()
-    whole = parameter.new_zeros(part.factor.records, parameter.numel(), dtype=gradients.dtype)
-    index = torch.arange(parameter.numel(), device=parameter.device)
-    index = part.place.look(index).reshape(-1)
-    return _as_parameter(whole.index_add_(1, index, gradients.reshape(len(whole), -1)), parameter)
-
-
-def _as_parameter(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Memory order to the parameter's shape, record by record."""
-    own = Place.of(parameter, parameter)
-    stride = (parameter.numel(), *own.stride)
-    return flat.as_strided((flat.shape[0], *own.size), stride)
+    flat = parameter.new_zeros(len(gradients), parameter.numel(), dtype=gradients.dtype)
+    index = part.place.look(torch.arange(parameter.numel(), device=parameter.device)).reshape(-1)
+    flat.index_add_(1, index, gradients.reshape(len(flat), -1))
+    sizes, strides = (len(flat), *parameter.shape), (parameter.numel(), *parameter.stride())
+    return flat.as_strided(sizes, strides)  # from the order of memory, record by record
