@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpis.gradients import RecordGradients
-from dpis.gradients.factors import Dense, Factor, Lookup, Outer
+from dpis.gradients.factors import Dense, Factor, Lookup, Outer, Sum
 from dpis.gradients.factors.correlation import Correlation, convolution_factor
 from dpis.gradients.factors.geometry import Geometry
 from dpis.gradients.factors.norms import squared_norms
 from dpis.gradients.factors.phases import Phases
-from dpis.gradients.parts import Part, Place, Sum, without_overlap
+from dpis.gradients.parts import Part, Place, without_overlap
 from dpis.gradients.tape import Tape
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpis.gradients import RecordGradients
-from dpis.gradients.parts import Sum
+from dpis.gradients.factors import Sum
 from tests.gradients import oracles
 from tests.gradients.problems import Problem
 

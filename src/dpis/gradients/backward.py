@@ -102,7 +102,7 @@ def _parts(watch: Watch, of: ParameterFactor) -> Iterator[tuple[str, Part]]:
 
 def _by_autograd(watch: Watch, source: Computed, gradients: Tensor) -> Iterator[tuple[str, Part]]:
     """``Jᵀ g_i`` for every record, where ``J`` is how the tensor depends on its parameters."""
-    owners = _owners(watch, source)
+    owners = {name: watch.parameters[name] for name in names_in(source.label)}
     explicit = torch.autograd.grad(
         source.tensor,
         list(owners.values()),
@@ -114,15 +114,3 @@ def _by_autograd(watch: Watch, source: Computed, gradients: Tensor) -> Iterator[
     for (name, parameter), gradient in zip(owners.items(), explicit, strict=True):
         if gradient is not None:
             yield name, Part(Place.of(parameter, parameter), Dense(widened(gradient)))
-
-
-def _owners(watch: Watch, source: Computed) -> dict[str, Tensor]:
-    """The parameters that a tensor was computed from."""
-    owners: dict[str, Tensor] = {}
-    for argument in source.call.parameters:
-        origin = watch.source_of(argument)
-        if isinstance(origin, Shown):
-            owners[origin.name] = origin.parameter
-        elif isinstance(origin, Computed):
-            owners |= _owners(watch, origin)
-    return owners

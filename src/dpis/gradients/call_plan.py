@@ -73,7 +73,13 @@ def make_plan(
     """
 
     def traced(plan: Plan, batch: Batch) -> Trace:
-        return _trace(losses, new_watch(plan), batch)
+        watch = new_watch(plan)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # the same dropout every time
+            found = losses(watch, batch)
+        if not isinstance(found, Tensor):
+            raise InputError(_NO_TENSOR.format(type(found).__name__))
+        return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, found)
 
     device = batches.device(batch)
     two, three = (
@@ -172,18 +178,6 @@ def general(plan: Plan) -> dict[str, str]:
     }
 
 
-def _trace(losses: WatchedLosses, watch: Watch, batch: Batch) -> Trace:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # the same dropout every time
-        found = losses(watch, batch)
-    if not isinstance(found, Tensor):
-        raise InputError(
-            f"One loss a row is required, as a tensor; found a value of type {type(found).__name__}. Without the "
-            "losses of single records nothing can be clipped. Return the losses as torch computed them, shape [rows]."
-        )
-    return Trace(watch, {use.key: use for use in watch.uses}, watch.constants, found)
-
-
 def _bytes(trace: Trace) -> int:
     """What the uses keep until the factors are made: their inputs and output gradients."""
     uses = trace.uses.values()
@@ -233,6 +227,10 @@ def _judge_general(few: Use, more: Use, growths: tuple[Growth, ...], K: int) -> 
     return Placed(General(tuple(rows_of)), growths)
 
 
+_NO_TENSOR = (
+    "One loss a row is required, as a tensor; found a value of type {}. Without the losses of single records nothing "
+    "can be clipped. Return the losses as torch computed them, shape [rows]."
+)
 _TOO_LONG_A_CHAIN = (
     f"A parameter may pass through at most {MOST_ROUNDS} calls before it meets a record; found more (or calls that "
     "change from pass to pass). Where its gradients pass could not be followed, so nothing could be clipped and no "

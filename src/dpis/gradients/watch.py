@@ -106,6 +106,7 @@ class Watch(TorchFunctionMode):
         may_run_again: bool = True,
     ) -> None:
         super().__init__()
+        self.parameters = parameters
         self.uses: list[Use] = []
         self.ran_again = False
         self._replays = False

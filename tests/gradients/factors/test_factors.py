@@ -10,7 +10,7 @@ from dpis.gradients.factors import Dense, Factor, Lookup, Outer, norms
 from dpis.gradients.factors.correlation import Correlation
 from dpis.gradients.factors.geometry import Geometry
 from dpis.gradients.factors.norms import squared_norms
-from dpis.gradients.parts import Sum, inner_products
+from dpis.gradients.factors.sum import Sum, inner_products
 
 RECORDS = 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +77,15 @@ def _run_layer(
         for role, parameter in own_weights.items()
         if wants(parameter)
     ]
-    stand_ins = [(stand_in, stand_in.tensor(layer)) for _, _, stand_in in asked]
-    wide_state = tuple(filled_up(part, -1) for part in state)
-    trace, outputs, final = _run_linked(layer, filled_up(sequence, -1), wide_state, stand_ins)
+    stand_ins = tuple(stand_in for *_, stand_in in asked)
+    tensors = [stand_in.tensor(layer) for stand_in in stand_ins]
+    wide = filled_up(sequence, -1), *(filled_up(part, -1) for part in state)
+    with torch.no_grad():
+        trace, outputs, final = kernels.forward(layer, wide[0], wide[1:])
+    computed = outputs, *final
+    outputs, *final = _Link.apply(trace, computed, stand_ins, *wide, *tensors)  # type: ignore[no-untyped-call]
     watched = []
-    for (role, parameter, stand_in), (_, tensor) in zip(asked, stand_ins, strict=True):
+    for (role, parameter, stand_in), tensor in zip(asked, tensors, strict=True):
         inputs = stand_in.inputs(role, trace) if stand_in.form is Form.POSITIONS else None
         watched.append(WatchedParameter(parameter, tensor, layer.timetable, inputs))
     hidden_features = state[0].shape[-1] * layer.directions
@@ -93,22 +97,11 @@ def _run_layer(
     )
 
 
-def _run_linked(
-    layer: Layer, sequence: Tensor, state: State, stand_ins: Sequence[tuple[StandIn, Tensor]]
-) -> tuple[LayerTrace, Tensor, State]:
-    """``layer.forward``, with gradients that flow to ``sequence``, ``state`` and the stand-ins."""
-    with torch.no_grad():
-        trace, outputs, final = kernels.forward(layer, sequence, state)
-    collected = tuple(stand_in for stand_in, _ in stand_ins)
-    tensors = (tensor for _, tensor in stand_ins)
-    outputs, *linked_final = _Link.apply(  # type: ignore[no-untyped-call]
-        trace, (outputs, *final), collected, sequence, *state, *tensors
-    )
-    return trace, outputs, tuple(linked_final)
-
-
 class _Link(torch.autograd.Function):
-    """Its forward pass hands on what was computed; its backward pass is ``layer.backward``."""
+    """A layer that has run enters autograd's graph: gradients flow to its sequence, its state and the stand-ins.
+
+    The forward pass hands on what was computed; the backward pass is ``layer.backward``.
+    """
 
     @staticmethod
     def forward(
