@@ -20,7 +20,7 @@ from dpis.gradients.parts import Place
 from dpis.gradients.rules import RULES
 from dpis.gradients.rules.composite import is_composite, opened
 from dpis.gradients.rules.general import General
-from dpis.gradients.rules.rule import Call, Rule, name_of
+from dpis.gradients.rules.rule import Call, Rule, differentiable, name_of
 from dpis.gradients.verdicts import Constant, Key, Placed, Plan, Shapes
 
 
@@ -59,7 +59,21 @@ Sources = tuple[ParameterSource, ...]
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A call whose result depends on the records: what is kept until its gradients are known."""
+    """A call whose result depends on the records: what is kept until its gradients are known.
+
+    Attributes:
+        key: which call it was.
+        rule: what treats it.
+        parameters: where the parameters among its arguments come from.
+        saved: what ``Rule.factors`` needs.
+        held: the tensors in ``saved`` that must not change, each with its version.
+        edges: the places of the watched tensors in autograd's graph.
+        shapes: the shapes of the watched tensors.
+        record_order: as in ``Call``.
+        watched: the watched tensors themselves, if their values are of interest.
+        bytes_inside: as in ``Ran``.
+        batch_shaped: as in ``Ran``.
+    """
 
     key: Key
     rule: Rule
@@ -284,9 +298,3 @@ _IN_PLACE = (
     "can then not be followed, so nothing could be clipped and no privacy promised. Write it out of place: "
     "h = h * scale instead of h *= scale."
 )
-
-
-def differentiable(result: Any) -> list[Tensor]:
-    """The tensors of a result through which gradients pass."""
-    tensors = result if isinstance(result, tuple | list) else (result,)
-    return [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]

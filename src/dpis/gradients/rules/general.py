@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpis.gradients.factors import Dense
-from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, Watched
+from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, Watched, differentiable
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,8 @@ class General(Rule):
     def run(self, call: Call) -> Ran:
         """Run the function; watch whatever of its result has a gradient."""
         result = call.result()
-        results = result if isinstance(result, tuple | list) else (result,)
-        watched = tuple(t for t in results if isinstance(t, Tensor) and t.requires_grad)
         held = tuple(t for t in arguments(call) if not call.wants(t))
-        return Ran(result, watched, saved=call, held=held)
+        return Ran(result, differentiable(result), saved=call, held=held)
 
     def factors(self, saved: Call, watched: Watched) -> Factors:
         """Explicit gradients, by ``vmap`` over the records."""

@@ -154,6 +154,12 @@ class Rule(ABC):
 RuleTable = dict[Callable[..., Any], Rule]
 
 
+def differentiable(result: Any) -> tuple[Tensor, ...]:
+    """The tensors of a result through which gradients pass."""
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    return tuple(t for t in tensors if isinstance(t, Tensor) and t.requires_grad)
+
+
 def widened(tensor: Tensor) -> Tensor:
     """The tensor in float32 if it is in half precision."""
     return tensor.float() if tensor.dtype in HALF else tensor

@@ -13,7 +13,7 @@ from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.rules.recurrent import RULES
 from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.rule import Call
-from tests.gradients.recurrent_problems import (
+from tests.gradients.rules.recurrent_problems import (
     FEATURES,
     HIDDEN,
     PROBLEMS,
