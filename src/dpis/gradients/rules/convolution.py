@@ -74,8 +74,8 @@ class Convolution(Rule):
         if layout.dim != 0:
             raise CouplingError(
                 "A convolution expects records in the first dimension of its input; found them in "
-                f"dimension {layout.dim}, among channels or positions, which it mixes. Reshape "
-                "its input to [records, channels, ...]."
+                f"dimension {layout.dim}, among channels or positions, which it mixes: the privacy "
+                "guarantee would not hold. Reshape its input to [records, channels, ...]."
             )
         output_grads = layout.rows_first(grad)
         if isinstance(saved, Phased):

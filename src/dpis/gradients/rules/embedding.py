@@ -16,13 +16,14 @@ from dpis.gradients.rules.rule import Call, Factors, ParameterFactor, Ran, Rule,
 class Table(Rule):
     """What both have in common: two options that look at the whole batch are refused."""
 
-    def run(self, call: Call) -> Ran:
+    def compute(self, call: Call) -> Tensor:
         """Look up."""
         if call.argument(3, "max_norm") is not None:
             raise _refusal("max_norm", "rescales rows for all records that look them up")
         if call.argument(5, "scale_grad_by_freq", False):
             raise _refusal("scale_grad_by_freq", "divides by counts over the batch")
-        return super().run(call)
+        found: Tensor = call.result()
+        return found
 
 
 class Embedding(Table):

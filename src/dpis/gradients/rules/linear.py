@@ -9,7 +9,7 @@ from torch.nn import functional
 from dpis.gradients import aligned
 from dpis.gradients.factors import Dense, Outer
 from dpis.gradients.layout import Layout
-from dpis.gradients.rules.rule import Call, Factors, Ran, Rule, RuleTable, Watched
+from dpis.gradients.rules.rule import Call, Factors, Rule, RuleTable, Watched
 
 
 class Linear(Rule):
@@ -19,10 +19,9 @@ class Linear(Rule):
         """A matrix for a weight, and an input that is not itself a parameter."""
         return call.argument(1, "weight").ndim == 2 and not call.wants(call.argument(0, "input"))
 
-    def run(self, call: Call) -> Ran:
-        """Run on aligned rows."""
-        result = aligned.linear(*call.args, **call.kwargs)
-        return Ran(result, (result,), saved=call, held=call.inputs())
+    def compute(self, call: Call) -> Tensor:
+        """On aligned rows."""
+        return aligned.linear(*call.args, **call.kwargs)
 
     def factors(self, saved: Call, watched: Watched) -> Factors:
         """An outer product for the weight, a sum over positions for the bias."""
@@ -47,10 +46,9 @@ class Product(Rule):
         weight, batch = (left, right) if call.wants(left) else (right, left)
         return bool(weight.ndim == 2 and batch.ndim > 1)
 
-    def run(self, call: Call) -> Ran:
-        """Run on aligned rows."""
-        result = aligned.product(call.argument(0, "input"), call.argument(1, "other"))
-        return Ran(result, (result,), saved=call, held=call.inputs())
+    def compute(self, call: Call) -> Tensor:
+        """On aligned rows."""
+        return aligned.product(call.argument(0, "input"), call.argument(1, "other"))
 
     def factors(self, saved: Call, watched: Watched) -> Factors:
         """Outer products; with the weight on the left, the columns of ``x`` are the positions."""
@@ -73,12 +71,11 @@ class AddedProduct(Rule):
         plain = len(call.args) == 3 and not call.kwargs and call.args[0].ndim == 1
         return plain and not call.wants(call.args[1])
 
-    def run(self, call: Call) -> Ran:
-        """Run on aligned rows."""
+    def compute(self, call: Call) -> Tensor:
+        """On aligned rows."""
         bias, x, weight = call.args
         odd = any(aligned.missing(size) for size in weight.shape)
-        result = aligned.product(x, weight) + bias if odd else torch.addmm(bias, x, weight)
-        return Ran(result, (result,), saved=call, held=call.inputs())
+        return aligned.product(x, weight) + bias if odd else torch.addmm(bias, x, weight)
 
     def factors(self, saved: Call, watched: Watched) -> Factors:
         """As for a linear layer with its weight transposed."""

@@ -117,8 +117,12 @@ class Rule(ABC):
         A rule overrides this only where the gradients it needs are not those of the function's
         output. Recurrence does: it watches the pre-activations of the gates.
         """
-        result = call.result()
+        result = self.compute(call)
         return Ran(result, watched=(result,), saved=call, held=call.inputs())
+
+    def compute(self, call: Call) -> Any:
+        """What the function returns, to the last few bits."""
+        return call.result()
 
     def accepts(self, call: Call) -> bool:
         """Whether the rule covers this call; the general fallback takes those it does not."""
