@@ -127,7 +127,7 @@ def opacus(mode: str) -> Callable[[Case, nn.Module, DataLoader[Any]], Epoch]:
     return made
 
 
-def ours(sampling: str) -> Callable[[Case, nn.Module, DataLoader[Any]], Epoch]:
+def ours(method: str) -> Callable[[Case, nn.Module, DataLoader[Any]], Epoch]:
     def made(case: Case, model: nn.Module, loader: DataLoader[Any]) -> Epoch:
         from dpis import PrivacyEngine
 
@@ -138,7 +138,7 @@ def ours(sampling: str) -> Callable[[Case, nn.Module, DataLoader[Any]], Epoch]:
             data_loader=loader,
             noise_multiplier=1.0,
             max_grad_norm=1.0,
-            sampling=sampling,
+            method=method,
             n_public=case.batch * case.steps,
         )
         return epoch_of(*parts, nn.CrossEntropyLoss())
@@ -169,8 +169,8 @@ ENGINES = {
     "opacus hooks": opacus("hooks"),
     "opacus functorch": opacus("functorch"),
     "opacus ghost": opacus("ghost"),
-    "dpis uniform": ours("uniform"),
-    "dpis importance": ours("importance"),
+    "dpis uniform": ours("dp-sgd"),
+    "dpis importance": ours("dpis"),
 }
 
 

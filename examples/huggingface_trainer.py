@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
+from dpis import Privacy
 from dpis.dropin.huggingface import PrivateTrainer
-from dpis.dropin.trainer_settings import Privacy
 
 WORDS, LENGTH = 200, 12
 
@@ -82,7 +82,7 @@ def main(epochs: int = 4, records: int = 4000) -> PrivateTrainer:
             train_dataset=Sentences(records, seed=1),
             eval_dataset=Sentences(500, seed=2),
             compute_metrics=accuracy,
-            privacy=Privacy(max_grad_norm=1.0, target_epsilon=8.0, n_public=records),
+            privacy=Privacy(epsilon=8.0, clip_norm=1.0, n_public=records),
             max_physical_batch_size=100,
         )
         trainer.train()

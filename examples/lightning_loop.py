@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpis import Privacy
 from dpis.datasets.sample import load_sample
 from dpis.dropin.lightning import PrivacyCallback
-from dpis.dropin.trainer_settings import Privacy
 
 
 class Classifier(lightning.LightningModule):
@@ -50,7 +50,7 @@ def main(epochs: int = 3, records: int = 10_000) -> lightning.Trainer:
     images = load_sample()
     train = TensorDataset(images.train_images[:records, None] / 255, images.train_labels[:records])
     test = TensorDataset(images.test_images[:, None] / 255, images.test_labels)
-    privacy = Privacy(max_grad_norm=0.5, target_epsilon=3.0, target_delta=1e-5, n_public=records)
+    privacy = Privacy(epsilon=3.0, delta=1e-5, clip_norm=0.5, n_public=records)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         accelerator="cpu",

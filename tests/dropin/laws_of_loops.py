@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 
 from dpis import BatchMemoryManager, PrivacyEngine
 from dpis.accounting import Adjacency, CountSource
-from dpis.dropin.trainer_settings import Privacy
+from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import PublicCountWarning
 from dpis.mechanism import Method
+from dpis.options import Privacy
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
 
@@ -131,8 +132,8 @@ def law_an_optimizer_steps_what_is_protected_and_nothing_else() -> None:
 
 def law_a_count_from_the_data_is_public() -> None:
     """Then only records are protected, not their number: zero-out, in plan and header."""
-    for mode in ("predeclared", "adaptive"):
-        asked: dict[str, Any] = {"epochs": 2, "mode": mode, "loader": {"batch_size": 8}}
+    for method in ("dpis", "dpis-adaptive"):
+        asked: dict[str, Any] = {"epochs": 2, "method": method, "loader": {"batch_size": 8}}
         given = private(**asked)
         with pytest.warns(PublicCountWarning):
             read = private(n_public=None, **asked)
@@ -148,41 +149,41 @@ def law_a_count_from_the_data_is_public() -> None:
 
 
 def law_what_is_asked_for_is_what_is_planned() -> None:
-    """By the engine's own names."""
-    asked: dict[str, Any] = {"max_grad_norm": 0.3, "k": 2.0, "kappa": 0.5, "n_public": 50}
-    noisy = private(**asked, noise_multiplier=1.7)
-    planned = private(**asked, target_epsilon=1.25, target_delta=1e-4, epochs=3, sampling="uniform")
+    """By the engine's own names, and every other option of the table by its own."""
+    asked: dict[str, Any] = {"max_grad_norm": 0.3, "kappa": 0.5, "n_public": 50}
+    noisy = private(**asked, headroom=2.0, noise_multiplier=1.7)
+    planned = private(**asked, target_epsilon=1.25, target_delta=1e-4, epochs=3, method="dp-sgd")
     for loop, method in ((noisy, Method.DPIS), (planned, Method.DP_SGD)):
-        check_config(loop.engine, method, clip_norm=0.3, headroom=2.0, kappa=0.5, n_public=50)
+        check_config(loop.engine, method, clip_norm=0.3, kappa=0.5, n_public=50)
         assert loop.loader.sample_rate == pytest.approx(BATCH / 0.5 / 50)
         assert len(loop.loader) == 50 // BATCH
+    check_config(noisy.engine, Method.DPIS, headroom=2.0)
     assert noisy.optimizer.noise_multiplier == 1.7
     check_config(planned.engine, Method.DP_SGD, epsilon=1.25, delta=1e-4, epochs=3)
 
 
 def law_the_guarantee_of_an_integration_is_that_of_its_engine() -> None:
-    """Every field of `Privacy`: none is lost on its way."""
-    common: dict[str, Any] = {"max_grad_norm": 0.3, "k": 2.0, "n_public": 50, "seed": 4}
-    for privacy, method, expected in (
-        (Privacy(noise_multiplier=1.7, kappa=0.5, **common), Method.DPIS, {"kappa": 0.5}),
+    """Every field of `TrainerSettings`: none is lost on its way."""
+    common: dict[str, Any] = {"clip_norm": 0.3, "n_public": 50}
+    by_importance = {**common, "headroom": 2.0}
+    budget = {"epsilon": 1.25, "delta": 1e-4}
+    for privacy, noise, expected in (
+        (Privacy(kappa=0.5, **by_importance), 1.7, {**by_importance, "kappa": 0.5}),
+        (Privacy(method="dp-sgd", **budget, **common), None, {**common, **budget, "epochs": 3}),
         (
-            Privacy(target_epsilon=1.25, target_delta=1e-4, sampling="uniform", **common),
-            Method.DP_SGD,
-            {"epsilon": 1.25, "delta": 1e-4, "epochs": 3},
-        ),
-        (
-            Privacy(target_epsilon=3.0, target_delta=1e-4, mode="adaptive", **common),
-            Method.DPIS_ADAPTIVE,
-            {"epsilon": 3.0, "delta": 1e-4, "epochs": 3},
+            Privacy(method="dpis-adaptive", **budget, **by_importance),
+            None,
+            {**by_importance, **budget, "epochs": 3},
         ),
     ):
         engine, model = PrivacyEngine(), mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(data(), batch_size=BATCH)
-        privacy.make_private(engine, model, optimizer, loader, 3)
-        check_config(engine, method, clip_norm=0.3, headroom=2.0, n_public=50, **expected)
+        settings = TrainerSettings(privacy=privacy, noise_multiplier=noise, seed=4)
+        settings.make_private(engine, model, optimizer, loader, 3)
+        check_config(engine, Method(privacy.method), **expected)
         assert engine._key.seed == 4
-    unseeded = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=RECORDS)
+    unseeded = TrainerSettings(privacy=Privacy(n_public=RECORDS), noise_multiplier=1.0)
     engine, model = PrivacyEngine(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unseeded.make_private(engine, model, optimizer, DataLoader(data(), batch_size=BATCH), 1)

@@ -48,7 +48,7 @@ def test_the_planned_epsilon_is_reached_and_not_passed():
 
 def test_the_adaptive_mode_claims_its_target_throughout():
     loop = private(
-        epochs=3, mode="adaptive", n_public=200, dataset=data(200), loader={"batch_size": 10}
+        epochs=3, method="dpis-adaptive", n_public=200, dataset=data(200), loader={"batch_size": 10}
     )
     rates = []
     for _ in range(3):
@@ -174,7 +174,8 @@ def test_going_back_would_forget_what_was_spent(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "other", [{"noise_multiplier": 0.5}, {"max_grad_norm": 2.0}, {"dataset": data(41)}, {"k": 2.0}]
+    "other",
+    [{"noise_multiplier": 0.5}, {"max_grad_norm": 2.0}, {"dataset": data(41)}, {"headroom": 2.0}],
 )
 def test_a_checkpoint_of_another_plan_is_refused(other: dict[str, Any], tmp_path: Path):
     path = saved(private().train(), tmp_path / "run.pt")

@@ -16,11 +16,12 @@ import pytest
 from dpis.accounting import CountSource
 from dpis.dropin import privacy_engine, request
 from dpis.dropin.session import Session
-from dpis.dropin.trainer_settings import Privacy
+from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import DpisError, InputError
 from dpis.gradients.deferred import DeferredGradients
-from dpis.mechanism import mechanism
+from dpis.mechanism import config, mechanism
 from dpis.noise import add_noise
+from dpis.options import Privacy
 from dpis.randomness import Key
 
 from . import laws_of_loops as loops
@@ -35,10 +36,10 @@ def test_law(name: str) -> None:
 
 # ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────
 
-RELEASE, FOLD, CONFIG, TAPE = (
+RELEASE, FOLD, OF, TAPE = (
     Session.release,
     Session.fold,
-    request.Request.config,
+    request.Request.of.__func__,
     DeferredGradients.tape,
 )
 
@@ -87,25 +88,24 @@ def asks_only_what_is_missing(optimizer: Any, module: Any) -> Any:
     return optimizer
 
 
-def asked_otherwise(**changes: Any) -> Callable[..., Any]:
+def asked_otherwise(**changes: Any) -> Any:
     """What was asked for, but for these."""
-
-    def config(self: Any, **given: Any) -> Any:
-        from dataclasses import replace
-
-        return CONFIG(replace(self, **changes), **given)
-
-    return config
+    return classmethod(
+        lambda cls, privacy, options, **given: OF(cls, privacy, {**options, **changes}, **given)
+    )
 
 
 def forgets(*names: str) -> Callable[..., Any]:
     """An integration that leaves some of the guarantee to defaults."""
 
-    def make(self: Privacy, engine: Any, *given: Any) -> Any:
+    def make(self: TrainerSettings, engine: Any, *given: Any) -> Any:
         def left_to_defaults(method: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda **asked: method(
-                **{name: value for name, value in asked.items() if name not in names}
-            )
+            def made(privacy: Privacy, **asked: Any) -> Any:
+                said = {name: getattr(privacy, name) for name in privacy.said - set(names)}
+                kept = {name: value for name, value in asked.items() if name not in names}
+                return method(privacy=Privacy(**said), **kept)
+
+            return made
 
         fewer = SimpleNamespace(
             make_private=left_to_defaults(engine.make_private),
@@ -116,7 +116,7 @@ def forgets(*names: str) -> Callable[..., Any]:
     return make
 
 
-MAKE = Privacy.make_private
+MAKE = TrainerSettings.make_private
 GIVEN = SimpleNamespace(DATASET_LENGTH=CountSource.GIVEN, GIVEN=CountSource.GIVEN)
 SEEDED = SimpleNamespace(fresh=lambda: Key.from_seed(0), from_seed=lambda seed: Key.from_seed(seed))
 
@@ -153,17 +153,17 @@ PLANTS = [
           asks_only_what_is_missing, loops.law_an_optimizer_steps_what_is_protected_and_nothing_else),
     Plant("18 a key that can be guessed, where none was asked for", privacy_engine, "Key", SEEDED,
           loops.law_noise_without_a_seed_is_the_operating_systems),
-    Plant("5 a count from the data passes for one that was given", request, "CountSource", GIVEN,
+    Plant("5 a count from the data passes for one that was given", config, "CountSource", GIVEN,
           loops.law_a_count_from_the_data_is_public),
-    Plant("asked: the headroom is the usual one", request.Request, "config", asked_otherwise(k=5.0),
+    Plant("asked: the headroom is the usual one", request.Request, "of", asked_otherwise(headroom=5.0),
           loops.law_what_is_asked_for_is_what_is_planned),
-    Plant("asked: kappa is one", request.Request, "config", asked_otherwise(kappa=1.0),
+    Plant("asked: kappa is one", request.Request, "of", asked_otherwise(kappa=1.0),
           loops.law_what_is_asked_for_is_what_is_planned),
-    Plant("asked: uniform sampling is by importance", request.Request, "config", asked_otherwise(sampling="importance"),
+    Plant("asked: uniform sampling is by importance", request.Request, "of", asked_otherwise(method="dpis"),
           loops.law_what_is_asked_for_is_what_is_planned),
-    *(Plant(f"integration: {name} is left out", Privacy, "make_private", forgets(name),
+    *(Plant(f"integration: {name} is left out", TrainerSettings, "make_private", forgets(name),
             loops.law_the_guarantee_of_an_integration_is_that_of_its_engine)
-      for name in ("n_public", "k", "kappa", "mode", "sampling", "seed")),
+      for name in ("n_public", "headroom", "kappa", "method", "seed")),
 ]  # fmt: skip
 
 

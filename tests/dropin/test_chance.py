@@ -98,7 +98,7 @@ def delivered(loop: Loop, steps: int = 3) -> list[Tensor]:
 def test_a_public_seed_says_nothing_about_items(workers: int) -> None:
     settings = {"n_public": 8, "loader": {"batch_size": 8, "num_workers": workers}}
     one, same, other = (
-        delivered(private(dataset=Shaken(8), seed=seed, sampling="uniform", **settings))
+        delivered(private(dataset=Shaken(8), seed=seed, method="dp-sgd", **settings))
         for seed in (1, 1, 2)
     )
     assert all(map(torch.equal, one, same))  # repeatable: a function of the key
@@ -109,7 +109,7 @@ def test_a_public_seed_says_nothing_about_items(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_who_else_was_drawn_changes_no_item(workers: int) -> None:
     settings = {"n_public": 8, "loader": {"batch_size": 8, "num_workers": workers}}
-    without = delivered(private(dataset=Still(8), sampling="uniform", **settings))
+    without = delivered(private(dataset=Still(8), method="dp-sgd", **settings))
     assert torch.equal(without[0], Still(8).inputs)
 
     class Late(Shaken):
@@ -120,8 +120,8 @@ def test_who_else_was_drawn_changes_no_item(workers: int) -> None:
                 torch.randn(7)
             return super().__getitem__(place)
 
-    one = delivered(private(dataset=Shaken(8), sampling="uniform", **settings))
-    other = delivered(private(dataset=Late(8), sampling="uniform", **settings))
+    one = delivered(private(dataset=Shaken(8), method="dp-sgd", **settings))
+    other = delivered(private(dataset=Late(8), method="dp-sgd", **settings))
     for a, b in zip(one, other, strict=True):
         assert [bool((a[i] == b[i]).all()) for i in range(8)] == [i != 5 for i in range(8)]
 
@@ -143,7 +143,7 @@ def moved_by_the_first(sums: list[Tensor], workers: int) -> float:
     """How far the sum of a step moves where the first record is another: one is taken away, one is added."""
     loader = {"batch_size": 32, "num_workers": workers}
     for more in (False, True):
-        settings = {"sampling": "uniform", "n_public": 32, "loader": loader}
+        settings = {"method": "dp-sgd", "n_public": 32, "loader": loader}
         delivered(private(dataset=Greedy(more), **settings), steps=1)
     return float((sums[1] - sums[0]).norm())
 
@@ -170,7 +170,7 @@ def test_one_record_more_moves_the_sum_by_one(
 ) -> None:
     loader = {"batch_size": 32, "num_workers": workers}
     for records in (32, 33):
-        settings = {"sampling": "uniform", "n_public": 32, "loader": loader}
+        settings = {"method": "dp-sgd", "n_public": 32, "loader": loader}
         delivered(private(model(), Shaken(records), **settings), steps=1)
     assert 0.1 < float((sums[1] - sums[0]).norm()) <= 1.001
 
@@ -228,7 +228,7 @@ def test_the_law_of_a_mask_is_the_same_whoever_else_is_drawn() -> None:
 def test_one_record_moves_the_sum_by_one_under_one_layer_of_dropout(sums: list[Tensor]) -> None:
     """The last row takes its mask after all others; with the same key nobody else's changes."""
     for records in (8, 9):
-        loop = private(dropping(0), Still(records), sampling="uniform", **RATE_ONE)
+        loop = private(dropping(0), Still(records), method="dp-sgd", **RATE_ONE)
         delivered(loop, steps=1)
     assert float((sums[1] - sums[0]).norm()) <= 1.001
 

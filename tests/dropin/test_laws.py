@@ -97,9 +97,9 @@ def test_draws_made_ahead_are_released_once_each(sums: list[Tensor]):
     assert mechanism._draws == mechanism.step  # none was made for nothing
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "importance"])
+@pytest.mark.parametrize("method", ["dp-sgd", "dpis"])
 @pytest.mark.parametrize("scale", [1.0, 1e6, float("inf"), float("nan")])
-def test_one_record_moves_the_sum_by_one_at_most(sampling: str, scale: float, sums: list[Tensor]):
+def test_one_record_moves_the_sum_by_one_at_most(method: str, scale: float, sums: list[Tensor]):
     records, labels = data()[:]
     for change in (1.0, scale):
         changed = records.clone()
@@ -107,7 +107,7 @@ def test_one_record_moves_the_sum_by_one_at_most(sampling: str, scale: float, su
         loop = private(
             mlp(),
             TensorDataset(changed, labels),
-            sampling=sampling,
+            method=method,
             kappa=1.0,
             n_public=RECORDS,
             loader={"batch_size": RECORDS},

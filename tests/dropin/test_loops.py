@@ -112,7 +112,7 @@ def test_any_legal_order_takes_the_same_step(order: Any):
 
 
 def test_a_loop_may_break_and_go_on():
-    loop = private(epochs=3, sampling="uniform")
+    loop = private(epochs=3, method="dp-sgd")
     loop.train(steps=2)
     assert len(loop.engine.accountant) == 2
     loop.train(2)
@@ -120,10 +120,10 @@ def test_a_loop_may_break_and_go_on():
     assert loop.engine.get_epsilon(1e-3) < 2.0
 
 
-@pytest.mark.parametrize("mode", ["predeclared", "adaptive"])
-def test_a_look_at_a_batch_costs_no_epoch(mode: str):
+@pytest.mark.parametrize("method", ["dpis", "dpis-adaptive"])
+def test_a_look_at_a_batch_costs_no_epoch(method: str):
     few = {"n_public": 80, "dataset": data(80)}
-    loop = private(epochs=2, mode=mode, **few)
+    loop = private(epochs=2, method=method, **few)
     looks = [next(iter(loop.loader))[0] for _ in range(3)]
     assert all(torch.equal(looks[0], look) for look in looks[1:])  # nobody draws twice for one step
     loop.train(2)
@@ -157,7 +157,7 @@ def test_evaluation_between_steps_and_epochs():
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_physical_batches_add_up_to_the_same_update(size: int):
-    expected, loop = private(k=2.0).train(2), private(k=2.0)
+    expected, loop = private(headroom=2.0).train(2), private(headroom=2.0)
     for _ in range(2):
         with BatchMemoryManager(
             data_loader=loop.loader, max_physical_batch_size=size, optimizer=loop.optimizer
@@ -282,11 +282,11 @@ WORKERS = {
 @pytest.mark.parametrize("steps", [None, 2], ids=["whole epochs", "broken off"])
 def test_prefetching_uniform_sampling_changes_no_bit(workers: str, steps: int | None):
     if steps is None:
-        expected = private(sampling="uniform").train(3)
-        loop = private(sampling="uniform", loader=WORKERS[workers]).train(3)
+        expected = private(method="dp-sgd").train(3)
+        loop = private(method="dp-sgd", loader=WORKERS[workers]).train(3)
         assert torch.equal(loop.weights, expected.weights)
     else:  # more draws are given up where more were made ahead: only order and counts can be compared
-        loop = private(sampling="uniform", loader=WORKERS[workers]).train(3, steps)
+        loop = private(method="dp-sgd", loader=WORKERS[workers]).train(3, steps)
         assert len(loop.engine.accountant) == 3 * steps
         assert loop.weights.isfinite().all()
 
@@ -296,7 +296,7 @@ def test_prefetched_batches_are_weighed_by_what_they_were_drawn_with(without_noi
     """At a clip norm that is larger than norms: else importance is always C, and nothing could be told."""
     C, outdated = 10.0, 0
     loop = private(
-        k=1.0,
+        headroom=1.0,
         loader={"num_workers": 2, "prefetch_factor": 2},
         noise_multiplier=0.5,
         max_grad_norm=C,

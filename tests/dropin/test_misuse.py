@@ -22,6 +22,7 @@ from torch.utils.data import (
 from dpis import BatchMemoryManager, PrivacyEngine
 from dpis.dropin import MisuseError
 from dpis.errors import BudgetExceededError, CouplingError, InputError
+from dpis.options import Privacy
 from tests.forks import error_in_a_fork, needs_fork
 
 from .loops import BATCH, RECORDS, data, first_batch, mlp, private
@@ -166,7 +167,7 @@ SHARES = {
 @pytest.mark.parametrize("scaled", SHARES.values(), ids=SHARES)
 def test_parts_scaled_by_their_share_of_the_batch(scaled: Any):
     """They gave a quarter of the update, and nothing was said."""
-    loop = private(loader={"batch_size": 32}, sampling="uniform")
+    loop = private(loader={"batch_size": 32}, method="dp-sgd")
     _, inputs, targets = first_batch(loop)
     part, labels = next(zip(inputs.split(5), targets.split(5), strict=True))
     loss = functional.cross_entropy(loop.model(part), labels)
@@ -188,7 +189,7 @@ def test_parts_of_a_loss_with_a_weight_of_its_own_add_up():
 
 
 def test_the_adaptive_noise_is_not_known_beforehand():
-    loop = private(epochs=2, mode="adaptive")
+    loop = private(epochs=2, method="dpis-adaptive")
     with pytest.raises(InputError, match="when it begins"):
         _ = loop.optimizer.noise_multiplier
     loop.train()
@@ -349,12 +350,20 @@ def test_loaders_that_cannot_be_accounted_for():
         ({"loss_reduction": "none"}, "mean or sum"),
         ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "scaled by the size"),
         ({"total_steps": 9}, "total_steps"),
-        ({"sampling": "weighted"}, "importance or uniform"),
+        ({"method": "weighted"}, "method must be one of dpis"),
         ({"noise_multiplier": 0.0}, "noise"),
         ({"kappa": "1:0.4"}, "without a horizon"),
-        ({"k": 0.5}, "at least 1"),
-        ({"epochs": 2, "mode": "naive"}, "mode must be"),
-        ({"epochs": 2, "mode": "adaptive", "sampling": "uniform"}, "mode must be"),
+        ({"headroom": 0.5}, "at least 1"),
+        ({"method": "dpis-adaptive"}, "plans its noise for a horizon"),
+        ({"method": "sgd"}, "not private"),
+        ({"accountant": "rdp"}, "no effect where the noise is given"),
+        ({"epochs": 2, "method": "dp-sgd", "headroom": 2.0}, "headroom has no effect on dp-sgd"),
+        ({"epochs": 2, "method": "dpis-adaptive", "norm_sum": "full-pass"}, "as last seen"),
+        ({"epochs": 2, "clip_ceiling": 2.0}, "Use dpis.train"),
+        ({"epochs": 2, "release_n": True}, "Use dpis.train"),
+        ({"epochs": 2, "epsilon": 1.0}, "called target_epsilon"),
+        ({"epochs": 2, "privacy": Privacy(epsilon=1.0)}, "epsilon is said twice"),
+        ({"privacy": Privacy(headroom=2.0), "headroom": 3.0}, "headroom is said twice"),
         ({"epochs": 2, "poisson_sampling": False}, "epsilon would be wrong"),
         ({"epochs": 2, "alphas": [2, 3]}, "alphas"),
     ],

@@ -162,7 +162,7 @@ def test_one_step_is_that_of_opacus(name: str, reduction: str, monkeypatch: pyte
         ours,
         records,
         noise_multiplier=1.0,
-        sampling="uniform",
+        method="dp-sgd",
         n_public=RECORDS,
         loss_reduction=reduction,
     )

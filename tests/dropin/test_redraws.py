@@ -15,7 +15,7 @@ from dpis.mechanism import Mechanism
 
 from .loops import Loop, data, private
 
-RARE = {"n_public": 400, "dataset": data(400), "loader": {"batch_size": 4}, "sampling": "uniform"}
+RARE = {"n_public": 400, "dataset": data(400), "loader": {"batch_size": 4}, "method": "dp-sgd"}
 WANTED = data(400).tensors[0][7]
 
 
@@ -66,7 +66,7 @@ def test_what_was_left_comes_again_as_it_was(workers: int) -> None:
 def test_parts_that_were_left_come_again() -> None:
     from dpis import BatchMemoryManager
 
-    loop = private(loader={"batch_size": 16}, sampling="uniform")
+    loop = private(loader={"batch_size": 16}, method="dp-sgd")
     settings = {"data_loader": loop.loader, "max_physical_batch_size": 4}
     with BatchMemoryManager(optimizer=loop.optimizer, **settings) as parts:
         batches = iter(parts)

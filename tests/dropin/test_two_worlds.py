@@ -25,7 +25,7 @@ from .loops import Loop, private
 pytestmark = pytest.mark.statistical
 
 DELTA, NOISE, RECORDS, WIDTH = 0.05, 4.0, 64, 24
-SURE = {"n_public": RECORDS, "loader": {"batch_size": RECORDS}, "sampling": "uniform"}  # one step
+SURE = {"n_public": RECORDS, "loader": {"batch_size": RECORDS}, "method": "dp-sgd"}  # one step
 
 
 def records(canary: bool) -> TensorDataset:
@@ -116,7 +116,7 @@ def told_apart(worlds: int) -> int:
         data = TensorDataset(torch.ones(1, WIDE).double(), torch.full((1, 1), seed % 2).double())
         loop = private(
             model, data, optimizer=lambda p: torch.optim.SGD(p, lr=1.0), seed=seed, n_public=1,
-            loader={"batch_size": 1}, sampling="uniform", max_grad_norm=1.0,
+            loader={"batch_size": 1}, method="dp-sgd", max_grad_norm=1.0,
         )  # fmt: skip
         for rows, targets in loop.loader:
             loop.optimizer.zero_grad()

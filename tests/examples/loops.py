@@ -8,10 +8,11 @@ from types import ModuleType
 
 import pytest
 
-from dpis.dropin.trainer_settings import Privacy
+from dpis.dropin.trainer_settings import TrainerSettings
+from dpis.options import Privacy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PRIVACY = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=0)
+PRIVACY = TrainerSettings(privacy=Privacy(n_public=64), noise_multiplier=1.0, seed=0)
 
 quiet = pytest.mark.filterwarnings("ignore")  # of the other packages
 

@@ -92,7 +92,7 @@ def edited(script: Script, source: str, engine: str, *, with_needed: bool = True
         source = re.sub(r"^from opacus\b", "from dpis", source, flags=re.MULTILINE)
     if engine == "dpis-uniform":
         noise = "noise_multiplier=args.sigma,"
-        source = source.replace(noise, noise + ' sampling="uniform",')
+        source = source.replace(noise, noise + ' method="dp-sgd",')
     return source
 
 

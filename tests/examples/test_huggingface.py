@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from dpis.dropin.row_losses import classification_losses
-from dpis.dropin.trainer_settings import Privacy
+from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import InputError
 from dpis.mechanism import Mechanism
+from dpis.options import Privacy
 from tests.examples.loops import PRIVACY, example, quiet
 
 pytestmark = pytest.mark.slow  # for the time that importing transformers takes
 
 
-def hugging_face(folder: Path, privacy: Privacy = PRIVACY, **settings: Any) -> Any:
+def hugging_face(folder: Path, private: TrainerSettings = PRIVACY, **settings: Any) -> Any:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from transformers import TrainingArguments
@@ -50,7 +51,9 @@ def hugging_face(folder: Path, privacy: Privacy = PRIVACY, **settings: Any) -> A
         arguments,
         train_dataset=module.Sentences(64, seed=1),
         eval_dataset=module.Sentences(20, seed=2),
-        privacy=privacy,
+        privacy=private.privacy,
+        noise_multiplier=private.noise_multiplier,
+        seed=private.seed,
         max_physical_batch_size=parts,
     )
 
@@ -76,7 +79,7 @@ def test_hugging_face_files_do_not_tell_who_was_drawn(tmp_path: Path) -> None:
     """``rng_state.pth`` told how many, from how far a public seed had moved; every other file is looked at, too."""
     saved = []
     for seed in (1, 2):
-        privacy = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=seed)
+        privacy = TrainerSettings(privacy=Privacy(n_public=64), noise_multiplier=1.0, seed=seed)
         settings = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
         trainer = hugging_face(tmp_path / str(seed), privacy, **settings)
         for layer in trainer.model.modules():
@@ -126,9 +129,7 @@ def test_hugging_face_plans_for_all_that_it_takes(
     settings: dict[str, Any], epochs: int, steps: int, tmp_path: Path
 ) -> None:
     """By the public number of records, which is not that of the data set."""
-    privacy = Privacy(
-        max_grad_norm=1.0, target_epsilon=2.0, target_delta=1e-3, n_public=128, seed=0
-    )
+    privacy = TrainerSettings(privacy=Privacy(epsilon=2.0, delta=1e-3, n_public=128), seed=0)
     trainer = hugging_face(tmp_path, privacy, **settings)
     trainer.train()
     engine = trainer.privacy_engine
@@ -150,7 +151,7 @@ def test_hugging_face_parts_of_batches_add_up(tmp_path: Path) -> None:
 
 @quiet
 def test_hugging_face_empty_batches_are_steps(tmp_path: Path) -> None:
-    privacy = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=0)
+    privacy = TrainerSettings(privacy=Privacy(n_public=64), noise_multiplier=1.0, seed=0)
     trainer = hugging_face(tmp_path, privacy, per_device_train_batch_size=1, max_steps=20)
     trainer.train()
     assert len(trainer.privacy_engine.accountant) == 20

@@ -10,21 +10,27 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpis.dropin.trainer_settings import Privacy
+from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import InputError
+from dpis.options import Privacy
 from tests.examples.loops import PRIVACY, example, quiet
 
 pytestmark = pytest.mark.slow  # for the time that importing Lightning takes
 
-TARGET = Privacy(max_grad_norm=1.0, target_epsilon=2.0, target_delta=1e-3, n_public=64, seed=0)
+TARGET = TrainerSettings(privacy=Privacy(epsilon=2.0, delta=1e-3, n_public=64), seed=0)
 
 
-def fit(module: Any, privacy: Privacy = PRIVACY, model: str = "", **settings: Any) -> Any:
-    import lightning
-
+def callback_of(private: TrainerSettings, **more: Any) -> Any:
     from dpis.dropin.lightning import PrivacyCallback
 
-    callback = PrivacyCallback(privacy, model=model)
+    noise, seed = private.noise_multiplier, private.seed
+    return PrivacyCallback(private.privacy, noise_multiplier=noise, seed=seed, **more)
+
+
+def fit(module: Any, private: TrainerSettings = PRIVACY, model: str = "", **settings: Any) -> Any:
+    import lightning
+
+    callback = callback_of(private, model=model)
     checkpoint = settings.pop("ckpt_path", None)
     trainer = lightning.Trainer(
         **{
@@ -106,10 +112,8 @@ def test_lightning_keeps_the_noise_of_a_hand_written_loop() -> None:
 
     import lightning
 
-    from dpis.dropin.lightning import PrivacyCallback
-
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=[PrivacyCallback(PRIVACY)], logger=False,
+        max_epochs=2, accelerator="cpu", callbacks=[callback_of(PRIVACY)], logger=False,
         enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=16))
@@ -208,7 +212,7 @@ def test_lightning_files_do_not_tell_who_was_drawn(tmp_path: Path) -> None:
     saved = []
     for seed in (1, 2):
         torch.manual_seed(0)
-        privacy = Privacy(max_grad_norm=1.0, noise_multiplier=1.0, n_public=64, seed=seed)
+        privacy = TrainerSettings(privacy=Privacy(n_public=64), noise_multiplier=1.0, seed=seed)
         module = small_module()
         module.net = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
         trainer, _ = fit(module, privacy)

@@ -98,7 +98,7 @@ Seen = list[tuple[Tensor, list[Tensor]]]
 def privacy(seed: int) -> Privacy:
     """Everybody is drawn in every step."""
     return Privacy(
-        max_grad_norm=1.0, noise_multiplier=1.0, n_public=RECORDS, sampling="uniform", seed=seed
+        max_grad_norm=1.0, noise_multiplier=1.0, n_public=RECORDS, method="dp-sgd", seed=seed
     )
 
 

@@ -60,7 +60,7 @@ def weights_of_a_run(folder: Path) -> tuple[Tensor, float]:
 
 
 def weights_of_a_loop() -> tuple[Tensor, float]:
-    loop = private(mlp(), noise_multiplier=1.0, sampling="uniform", seed=None)
+    loop = private(mlp(), noise_multiplier=1.0, method="dp-sgd", seed=None)
     before = loop.weights.clone()
     loop.train(steps=1)
     scale = 0.1 / loop.optimizer.expected_batch_size

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from dpis import batches
 from dpis.dropin import PrivacyEngine, PrivateModule, PrivateOptimizer
 from dpis.dropin.row_losses import RowLosses, classification_losses
-from dpis.dropin.trainer_settings import Privacy, refuse
+from dpis.dropin.trainer_settings import TrainerSettings, refuse
 from dpis.errors import InputError
+from dpis.options import Privacy
 
 if TYPE_CHECKING:
 
@@ -48,7 +49,10 @@ class PrivateTrainer(Trainer):
 
     Args:
         args: as for ``Trainer``.
-        privacy: the guarantee. Its ``max_grad_norm`` clips every record; that of the arguments does nothing.
+        privacy: the guarantee, and how records are sampled. Its ``clip_norm`` clips every record; the
+            ``max_grad_norm`` of the arguments does nothing.
+        noise_multiplier: train with this noise instead of for an epsilon.
+        seed: repeatable coins and noise, for tests and research: nothing of it may be released.
         row_losses: one loss for every row, from outputs and labels; default `classification_losses`.
         max_physical_batch_size: rows of a forward pass at most; batches are processed in parts. Default: whole.
         kwargs: as for ``Trainer``.
@@ -57,8 +61,7 @@ class PrivateTrainer(Trainer):
         privacy_engine: the `dpis.PrivacyEngine` of the run.
 
     Example:
-        >>> from dpis.dropin.trainer_settings import Privacy
-        >>> privacy = Privacy(max_grad_norm=1.0, target_epsilon=3.0, n_public=10_000)
+        >>> privacy = dpis.Privacy(epsilon=3.0, clip_norm=1.0, n_public=10_000)  # doctest: +SKIP
         >>> trainer = PrivateTrainer(model, arguments, train_dataset=data, privacy=privacy)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
         >>> trainer.privacy_engine.get_epsilon(1e-5)  # doctest: +SKIP
@@ -68,6 +71,8 @@ class PrivateTrainer(Trainer):
         self,
         *args: Any,
         privacy: Privacy,
+        noise_multiplier: float | None = None,
+        seed: int | None = None,
         row_losses: RowLosses | None = None,
         max_physical_batch_size: int | None = None,
         **kwargs: Any,
@@ -78,7 +83,9 @@ class PrivateTrainer(Trainer):
         _refuse_settings(self.args)
         if kwargs.get("compute_loss_func") is not None:
             refuse({"compute_loss_func": "it normalises over the batch; give row_losses"})
-        self.privacy = privacy
+        self.settings = TrainerSettings(
+            privacy=privacy, noise_multiplier=noise_multiplier, seed=seed
+        )
         self.privacy_engine = PrivacyEngine()
         self._row_losses = row_losses or classification_losses
         self._part = max_physical_batch_size
@@ -108,7 +115,7 @@ class PrivateTrainer(Trainer):
         self.model.train()
         loader = self._plain_loader()
         self.create_optimizer()
-        self._private, self._private_optimizer, private_loader = self.privacy.make_private(
+        self._private, self._private_optimizer, private_loader = self.settings.make_private(
             self.privacy_engine, self.model, self.optimizer, loader, self._epochs()
         )
         self.optimizer = self._private_optimizer
@@ -138,7 +145,7 @@ class PrivateTrainer(Trainer):
         if self.args.max_steps <= 0:
             epochs = float(self.args.num_train_epochs)
             return math.ceil(epochs)
-        records: int = self.privacy.n_public or len(self.train_dataset)
+        records: int = self.settings.privacy.n_public or len(self.train_dataset)
         batch: int = self.args.per_device_train_batch_size
         steps = max(1, records // batch)
         return -(-int(self.args.max_steps) // steps)
@@ -185,7 +192,7 @@ class PrivateTrainer(Trainer):
         """Log what is public, and epsilon."""
         public = _public(logs)
         if self._private is not None:
-            public["epsilon"] = self.privacy_engine.get_epsilon(self.privacy.target_delta)
+            public["epsilon"] = self.privacy_engine.get_epsilon(self.settings.privacy.delta)
         super().log(public, *args, **kwargs)  # type: ignore[misc]
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from dpis.dropin import PrivacyEngine, PrivateModule
-from dpis.dropin.trainer_settings import Privacy, refuse
+from dpis.dropin.trainer_settings import TrainerSettings, refuse
 from dpis.errors import InputError
+from dpis.options import Privacy
 
 if TYPE_CHECKING:
 
@@ -41,7 +42,9 @@ class PrivacyCallback(Callback):
     read held-out data only.
 
     Args:
-        privacy: the guarantee.
+        privacy: the guarantee, and how records are sampled.
+        noise_multiplier: train with this noise instead of for an epsilon.
+        seed: repeatable randomness, for tests and research: nothing of it may be released.
         model: the attribute of the module that ``training_step`` calls, for example ``"net"`` for ``self.net(x)``;
             default: the module itself, ``self(x)``. It must own every trainable parameter.
 
@@ -49,17 +52,25 @@ class PrivacyCallback(Callback):
         engine: the `dpis.PrivacyEngine` of the run.
 
     Example:
-        >>> from dpis.dropin.trainer_settings import Privacy
-        >>> privacy = Privacy(max_grad_norm=1.0, target_epsilon=3.0, n_public=10_000)
+        >>> privacy = dpis.Privacy(epsilon=3.0, clip_norm=1.0, n_public=10_000)  # doctest: +SKIP
         >>> trainer = L.Trainer(max_epochs=3, callbacks=[PrivacyCallback(privacy)])  # doctest: +SKIP
         >>> trainer.fit(module, train_loader)  # doctest: +SKIP
     """
 
-    def __init__(self, privacy: Privacy, *, model: str = "") -> None:
+    def __init__(
+        self,
+        privacy: Privacy,
+        *,
+        noise_multiplier: float | None = None,
+        seed: int | None = None,
+        model: str = "",
+    ) -> None:
         if Callback is object:
             raise InputError("lightning is not installed: pip install 'dpis[lightning]'")
         super().__init__()
-        self.privacy = privacy
+        self.settings = TrainerSettings(
+            privacy=privacy, noise_multiplier=noise_multiplier, seed=seed
+        )
         self.engine = PrivacyEngine()
         self._model = model
         self._undo: list[Callable[[], None]] = []
@@ -77,8 +88,8 @@ class PrivacyCallback(Callback):
                 "drawn by one coin each"
             )
         model = pl_module.get_submodule(self._model)
-        made = self.privacy.make_private(
-            self.engine, model, trainer.optimizers[0], loader, _epochs(trainer, self.privacy)
+        made = self.settings.make_private(
+            self.engine, model, trainer.optimizers[0], loader, _epochs(trainer, self.settings)
         )
         private, optimizer, private_loader = made
         steps = _Redirect(pl_module, model, private)
@@ -88,7 +99,7 @@ class PrivacyCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what was spent."""
-        pl_module.log("epsilon", self.engine.get_epsilon(self.privacy.target_delta))
+        pl_module.log("epsilon", self.engine.get_epsilon(self.settings.privacy.delta))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave module and trainer as they were."""
@@ -156,12 +167,12 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, before)
 
 
-def _epochs(trainer: Any, privacy: Privacy) -> int:
+def _epochs(trainer: Any, settings: TrainerSettings) -> int:
     epochs = trainer.max_epochs
-    if privacy.target_epsilon is not None and (epochs is None or epochs < 1):
+    if settings.noise_multiplier is None and (epochs is None or epochs < 1):
         raise InputError(
-            f"max_epochs must be a number of epochs to plan for, found {epochs}: with target_epsilon the noise is "
-            "solved for a horizon"
+            f"max_epochs must be a number of epochs to plan for, found {epochs}: the noise for an epsilon is solved "
+            "for a horizon"
         )
     return int(epochs or 1)
 
@@ -176,7 +187,7 @@ def _refuse_settings(trainer: Any, pl_module: Any) -> None:
         )
     if trainer.gradient_clip_val:
         problems[f"gradient_clip_val={trainer.gradient_clip_val}"] = (
-            "records are clipped one by one; give max_grad_norm to Privacy"
+            "records are clipped one by one; give clip_norm to Privacy"
         )
     if trainer.accumulate_grad_batches != 1:
         problems[f"accumulate_grad_batches={trainer.accumulate_grad_batches}"] = (

@@ -23,6 +23,7 @@ from dpis.gradients.deferred import DeferredGradients
 from dpis.mechanism import Mechanism, RunPlan, make_plan
 from dpis.mechanism.run_plan import open_ended_plan
 from dpis.mechanism.secret_state import load_secret_state, save_secret_state
+from dpis.options import Privacy
 from dpis.randomness import Key
 
 
@@ -68,170 +69,65 @@ class PrivacyEngine:
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        criterion: Any = None,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | list[float],
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str = "flat",
-        noise_generator: Any = None,
-        grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        sampling: str = "importance",
-        k: float = 5.0,
-        kappa: float = 1.0,
-        n_public: int | None = None,
-        seed: int | None = None,
-        inputs_as_delivered: bool = True,
-        **unknown: Any,
+        privacy: Privacy | None = None,
+        **options: Any,
     ) -> tuple[Any, ...]:
         """Make private with a given noise, without a horizon: epsilon grows with every step.
 
         Args:
             module: the model; must not couple records (`ModuleValidator.fix`).
             optimizer: over the model's parameters.
-            criterion: returned as it is with ``grad_sample_mode="ghost"``.
-            data_loader: its batch size is ``b``; its data set, collate function and workers are kept.
+            data_loader: its batch size is ``b``; its dataset, collate function and workers are kept.
             noise_multiplier: ``z``: noise standard deviation over the largest contribution of a record.
             max_grad_norm: the clip norm ``C``.
-            batch_first: whether rows are the first dimension of tensors.
-            loss_reduction: "mean" or "sum", of the loss in the loop.
-            poisson_sampling: must be True.
-            clipping: must be "flat".
-            noise_generator: must be None: noise is cryptographic. ``seed`` makes a run repeatable.
-            grad_sample_mode: any of Opacus's names.
-            wrap_model: must be True.
-            rand_on_empty: must be False: an empty batch comes as tensors of length zero, and its step is noise alone.
-            sampling: "importance", or "uniform" (DP-SGD).
-            k: headroom of importance sampling.
-            kappa: norm utilisation: the rate is ``b / (kappa · n_public)``.
-            n_public: a public number of records; default ``len(dataset)``, which is then treated as public.
-            seed: repeatable randomness, for tests and research: nothing of it may be released.
-            inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
-                other contents. False: the loop changes records, each by itself, and nobody checks.
-            unknown: refused.
+            privacy: options of sampling and of the guarantee, beside those given here.
+            options: further arguments of Opacus, as `Request` has them; ``seed``; ``inputs_as_delivered``; and any
+                option of `Privacy` as a word of its own, such as ``n_public=50_000`` or ``method="dp-sgd"``. What is
+                not known is refused.
 
         Returns:
             ``(module, optimizer, data_loader)``; with ``grad_sample_mode="ghost"``
             ``(module, optimizer, criterion, data_loader)``.
         """
-        request = Request(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            rand_on_empty=rand_on_empty,
-            sampling=sampling,
-            mode="predeclared",
-            k=k,
-            kappa=kappa,
-            n_public=n_public,
-            seed=seed,
-            inputs_as_delivered=inputs_as_delivered,
-            unknown=unknown,
-        )
-        if not isinstance(kappa, int | float):
-            raise InputError(
-                f"kappa must be a number here, found {kappa!r}: without a horizon there are no epochs for a schedule. "
-                "Use make_private_with_epsilon"
-            )
-        return self._make(open_ended_plan(request.config(epochs=1), noise_multiplier), request)
+        given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
+        request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
+        return self._make(open_ended_plan(request.open_ended_config(), noise_multiplier), request)
 
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        criterion: Any = None,
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: int,
         max_grad_norm: float | list[float],
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str = "flat",
-        noise_generator: Any = None,
-        grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        sampling: str = "importance",
-        mode: str = "predeclared",
-        k: float = 5.0,
-        kappa: float | str = 1.0,
-        n_public: int | None = None,
-        seed: int | None = None,
-        inputs_as_delivered: bool = True,
-        **unknown: Any,
+        privacy: Privacy | None = None,
+        **options: Any,
     ) -> tuple[Any, ...]:
         """Make private with the least noise that keeps ``(target_epsilon, target_delta)`` over ``epochs``.
 
         Args:
-            module: the model; must not couple records (`ModuleValidator.fix`).
-            optimizer: over the model's parameters.
-            criterion: returned as it is with ``grad_sample_mode="ghost"``.
-            data_loader: its batch size is ``b``; its data set, collate function and workers are kept.
+            module: as for `make_private`.
+            optimizer: as for `make_private`.
+            data_loader: as for `make_private`.
             target_epsilon: of the guarantee.
             target_delta: of the guarantee.
             epochs: passes over the loader; a step past them raises.
             max_grad_norm: the clip norm ``C``.
-            batch_first: whether rows are the first dimension of tensors.
-            loss_reduction: "mean" or "sum", of the loss in the loop.
-            poisson_sampling: must be True.
-            clipping: must be "flat".
-            noise_generator: must be None: noise is cryptographic. ``seed`` makes a run repeatable.
-            grad_sample_mode: any of Opacus's names.
-            wrap_model: must be True.
-            rand_on_empty: must be False: an empty batch comes as tensors of length zero, and its step is noise alone.
-            sampling: "importance", or "uniform" (DP-SGD).
-            mode: "predeclared", or "adaptive": noise solved every epoch from released norm sums.
-            k: headroom of importance sampling.
-            kappa: norm utilisation, a number or a schedule such as "1:0.4".
-            n_public: a public number of records; default ``len(dataset)``, which is then treated as public.
-            seed: repeatable randomness, for tests and research: nothing of it may be released.
-            inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
-                other contents. False: the loop changes records, each by itself, and nobody checks.
-            unknown: refused.
+            privacy: as for `make_private`.
+            options: as for `make_private`.
 
         Returns:
             As `make_private`.
         """
-        request = Request(
-            module=module,
-            optimizer=optimizer,
-            criterion=criterion,
-            data_loader=data_loader,
-            max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            rand_on_empty=rand_on_empty,
-            sampling=sampling,
-            mode=mode,
-            k=k,
-            kappa=kappa,
-            n_public=n_public,
-            seed=seed,
-            inputs_as_delivered=inputs_as_delivered,
-            unknown=unknown,
-        )
-        config = request.config(epochs=epochs, epsilon=target_epsilon, delta=target_delta)
+        given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
+        request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
+        config = request.config(epochs, epsilon=target_epsilon, delta=target_delta)
         return self._make(make_plan(config), request)
 
     def _make(self, plan: RunPlan, request: Request) -> tuple[Any, ...]:

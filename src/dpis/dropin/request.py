@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from torch import nn
@@ -14,15 +14,40 @@ from torch.utils.data import DataLoader
 from dpis.dropin.loader import checked_loader
 from dpis.errors import InputError, PublicCountWarning
 from dpis.mechanism import Config
-from dpis.options import Method, NormSum, Privacy
+from dpis.options import Method, NormSum, Privacy, knobs
 
 GRAD_SAMPLE_MODES = ("hooks", "ghost", "functorch", "ew")
 """Opacus's names. Here there is one engine, at the price of the fastest of them; all names are taken."""
 
+IN_OPACUS = {"epsilon": "target_epsilon", "delta": "target_delta", "clip_norm": "max_grad_norm"}
+"""Options that have a name of Opacus's."""
+
+ONLY_IN_TRAIN = ("release_n", "clip_ceiling", "clip_lowest", "clip_scale")
+"""Options that need a release between the loop's own steps."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """The arguments that `make_private` and `make_private_with_epsilon` share, as they say them.
+    """What `make_private` and `make_private_with_epsilon` have in common.
+
+    Attributes:
+        module: the model; must not couple records (`ModuleValidator.fix`).
+        optimizer: over the model's parameters.
+        data_loader: its batch size is ``b``; its dataset, collate function and workers are kept.
+        max_grad_norm: the clip norm ``C``.
+        privacy: options of the guarantee and of sampling.
+        seed: repeatable randomness, for tests and research: nothing of it may be released.
+        inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
+            other contents. False: the loop changes records, each by itself, and nobody checks.
+        criterion: returned as it is with ``grad_sample_mode="ghost"``.
+        batch_first: whether rows are the first dimension of tensors.
+        loss_reduction: "mean" or "sum", of the loss in the loop.
+        poisson_sampling: must be True.
+        clipping: must be "flat".
+        noise_generator: must be None: noise is cryptographic. ``seed`` makes a run repeatable.
+        grad_sample_mode: any of Opacus's names.
+        wrap_model: must be True.
+        rand_on_empty: must be False: an empty batch comes as tensors of length zero, and its step is noise alone.
 
     Raises:
         InputError: what was asked for is not honoured, with what to do instead.
@@ -30,29 +55,44 @@ class Request:
 
     module: nn.Module
     optimizer: Optimizer
-    criterion: Any
     data_loader: DataLoader[Any]
     max_grad_norm: float | list[float]
-    batch_first: bool
-    loss_reduction: str
-    poisson_sampling: bool
-    clipping: str
-    noise_generator: Any
-    grad_sample_mode: str
-    wrap_model: bool
-    rand_on_empty: bool
-    sampling: str
-    mode: str
-    k: float
-    kappa: float | str
-    n_public: int | None
-    seed: int | None
-    inputs_as_delivered: bool
-    unknown: Mapping[str, Any]
+    privacy: Privacy
+    seed: int | None = None
+    inputs_as_delivered: bool = True
+    criterion: Any = None
+    batch_first: bool = True
+    loss_reduction: str = "mean"
+    poisson_sampling: bool = True
+    clipping: str = "flat"
+    noise_generator: Any = None
+    grad_sample_mode: str = "hooks"
+    wrap_model: bool = True
+    rand_on_empty: bool = False
+
+    @classmethod
+    def of(cls, privacy: Privacy | None, options: Mapping[str, Any], **given: Any) -> Request:
+        """From arguments of a call: ``options`` are fields of a request, or of `Privacy`."""
+        words = {name: value for name, value in options.items() if name in knobs(Privacy)}
+        own = {field.name for field in fields(cls)}
+        if unknown := sorted(options.keys() - words.keys() - own):
+            raise InputError(
+                f"unknown arguments {', '.join(unknown)}: what is not honoured is refused. Leave them out"
+            )
+        for name in sorted(words.keys() & IN_OPACUS.keys()):
+            raise InputError(f"{name} is called {IN_OPACUS[name]} here")
+        rest = {name: value for name, value in options.items() if name in own}
+        return cls(**given, **rest, privacy=(privacy or Privacy()).adding(**words))
 
     def __post_init__(self) -> None:
         for complaint in self._complaints():
             raise InputError(complaint)
+        self.privacy.refuse_unused(self.method)
+
+    @property
+    def method(self) -> Method:
+        """Of the mechanism."""
+        return Method(self.privacy.method)
 
     def _complaints(self) -> Iterator[str]:
         """What is asked for and not honoured, with its consequence and what to do."""
@@ -65,7 +105,7 @@ class Request:
             yield (
                 f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm!r} is not supported: gradients are "
                 "clipped over all parameters together. Use clipping='flat' with one max_grad_norm; for a clip norm "
-                "that adapts see dpis.train(clipping=...)"
+                "that adapts see dpis.train"
             )
         if self.noise_generator is not None:
             yield (
@@ -95,32 +135,48 @@ class Request:
                 f"the criterion has reduction={reduction!r}, loss_reduction is {self.loss_reduction!r}: gradients "
                 "would be scaled by the size of the batch, which is private. Give both the same"
             )
-        if self.unknown:
-            named = ", ".join(sorted(self.unknown))
-            yield f"unknown arguments {named}: what is not honoured is refused. Leave them out"
-        if self.sampling not in ("importance", "uniform"):
-            yield f"sampling must be importance or uniform, found {self.sampling!r}"
-        modes = ("predeclared", "adaptive") if self.sampling == "importance" else ("predeclared",)
-        if self.mode not in modes:
-            yield f"mode must be predeclared, or with importance sampling adaptive, found {self.mode!r}"
+        if not self.method.private:
+            yield f"method={self.method.value!r} is not private: train without an engine"
+        for name in sorted(self.privacy.said.intersection(ONLY_IN_TRAIN)):
+            yield (
+                f"{name} is not supported in a loop of your own: it needs a release between its steps. Use dpis.train"
+            )
+        if "norm_sum" in self.privacy.said and self.privacy.norm_sum != NormSum.STALE:
+            yield (
+                "norm_sum='full-pass' is not supported in a loop of your own: only the loop passes over the records. "
+                "Leave it out: norms are taken as last seen"
+            )
 
-    def config(self, *, epochs: int, epsilon: float = 1.0, delta: float = 1e-5) -> Config:
+    def config(self, epochs: int, *, epsilon: float, delta: float) -> Config:
         """The mechanism's config. Warns if the number of records becomes public by it."""
-        loader, n_public = checked_loader(self.data_loader), self.n_public
-        records = len(cast(Any, loader.dataset))
-        if n_public is None:
-            warnings.warn(PublicCountWarning(), stacklevel=3)
+        clip_norm = float(cast(float, self.max_grad_norm))
+        return self._settled(epochs, epsilon=epsilon, delta=delta, clip_norm=clip_norm)
+
+    def open_ended_config(self) -> Config:
+        """The same without a horizon: no budget, no epochs for a schedule."""
+        with_horizon = "Use make_private_with_epsilon"
+        if not isinstance(self.privacy.kappa, int | float | None):
+            raise InputError(
+                f"kappa must be a number here, found {self.privacy.kappa!r}: without a horizon there are no epochs for "
+                f"a schedule. {with_horizon}"
+            )
+        if self.method not in (Method.DPIS, Method.DP_SGD):
+            raise InputError(f"{self.method} plans its noise for a horizon. {with_horizon}")
+        for name in ("accountant", "delta", "epsilon"):
+            if name in self.privacy.said:
+                raise InputError(f"{name} has no effect where the noise is given. {with_horizon}")
+        return self._settled(1, clip_norm=float(cast(float, self.max_grad_norm)))
+
+    def _settled(self, epochs: int, **words: Any) -> Config:
+        loader = checked_loader(self.data_loader)
+        if self.privacy.n_public is None:
+            warnings.warn(PublicCountWarning(), stacklevel=4)
         assert loader.batch_size is not None
-        adaptive = self.mode == "adaptive"
-        by_importance = Method.DPIS_ADAPTIVE if adaptive else Method.DPIS
-        privacy = Privacy(
-            method=by_importance if self.sampling == "importance" else Method.DP_SGD,
-            epsilon=epsilon,
-            delta=delta,
-            n_public=n_public,
-            kappa=None if adaptive and self.kappa == 1 else self.kappa,
-            headroom=self.k,
-            clip_norm=float(cast(float, self.max_grad_norm)),
-            norm_sum=NormSum.STALE,
+        if self.method is Method.DPIS_ADAPTIVE:
+            words["norm_sum"] = NormSum.STALE
+        return Config.settle(
+            self.privacy.adding(**words),
+            records=len(cast(Any, loader.dataset)),
+            batch_size=loader.batch_size,
+            epochs=epochs,
         )
-        return Config.settle(privacy, records=records, batch_size=loader.batch_size, epochs=epochs)
