@@ -9,11 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dpis.accounting import Mode
+from dpis.app.jobs.options import JobOptions
 from dpis.app.page import sentences
 from dpis.app.page.charts import Chart, Series, figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, facts, page, section
 from dpis.app.page.run_files import RunReport
+from dpis.options import knobs
 from dpis.runs.summary import PROTECTS
 
 
@@ -195,46 +197,31 @@ def _over_epochs(
 # ── settings and files ───────────────────────────────────────────────────────────────────────────────
 
 
-_ONLY_FOR = {
-    "reserve_share": "dpis-adaptive",
-    "rate_cap": "dpis-adaptive",
-    "norm_sum": "dpis-adaptive",
-    "headroom": "dpis",
-    "floor": "dpis",
-    "clipping": "dpis",
-    "decay_rate": "dp-sgd-decay",
-    "epsilon": "dp",
-    "delta": "dp",
-    "accountant": "dp",
-    "clip_norm": "dp",
-    "contribution": "dp",
-    "release_n": "dp",
-    "kappa": "dp",
-}
-"""Settings that other methods ignore, by how the names of those that use them begin."""
-
 _NAMES = {
-    "reserve_share": "a_E (schedule)",
-    "floor": "floor g_L / C",
-    "headroom": "headroom k",
     "kappa": "kappa, as asked for",
     "lr": "learning rate",
     "n_public": "number of records",
     "n_public_source": "number taken from",
     "release_n": "number released",
 }
+"""Settings that are not called as their option is."""
+_OPTIONS = knobs(JobOptions)
+
+
+def _setting_name(name: str) -> str:
+    """As its option, with the paper's letter."""
+    plain, symbol = name.replace("_", " "), _OPTIONS[name].symbol if name in _OPTIONS else ""
+    return _NAMES.get(name, plain if symbol in ("", name) else f"{plain} {symbol}")
 
 
 def _settings(run: RunReport) -> Iterator[Markup]:
     chosen = {**run.summary["recipe"], **run.summary["config"]}
     chosen.pop("measured_on", None)
-    if run.verdict is not None and run.verdict.ledger.header.mode is Mode.ADAPTIVE:
-        chosen.pop("accountant", None)  # the filter's account is Renyi
-    method = str(run.summary["config"].get("method", run.summary["method"]))
+    method = run.summary["config"].get("method", run.summary["method"])
     pairs = [
-        (_NAMES.get(name, name.replace("_", " ")), _shown(value))
+        (_setting_name(name), _shown(value))
         for name, value in sorted(chosen.items())
-        if method.startswith(_ONLY_FOR.get(name, ""))
+        if name not in _OPTIONS or method in _OPTIONS[name].used_by
     ]
     yield tag("p", "As given, or the default that suited model and data.", class_="soft")
     yield facts([pair for pair in pairs if pair[1]], "Settings", "facts settings")
