@@ -16,8 +16,8 @@ from reproduction.tables import (
     ACCOUNTS,
     Comparison,
     Line,
+    PaperTable,
     Section,
-    Table,
     sections,
     signed,
     verdict,
@@ -108,7 +108,7 @@ def _how_to_read() -> Iterator[Child]:
     yield "the range of two) and how many there are."
 
 
-def _table(table: Table, name: str) -> Markup:
+def _table(table: PaperTable, name: str) -> Markup:
     head = tag(
         "tr",
         tag("th", table.corner, scope="col"),
@@ -292,7 +292,7 @@ def _text_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield from _wrapped(f"- {_escaped(line)}", "  ")
 
 
-def _text_table(table: Table) -> Iterator[str]:
+def _text_table(table: PaperTable) -> Iterator[str]:
     if table.title:
         yield from ("", f"### {_escaped(table.title)}")
     yield ""

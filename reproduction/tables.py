@@ -57,7 +57,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PaperTable:
     """One table as readers see it."""
 
     title: str
@@ -67,11 +67,11 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AccountBlock:
     """Tables under one accountant."""
 
     account: str
-    tables: tuple[Table, ...]
+    tables: tuple[PaperTable, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Section:
     key: str
     title: str
     intro: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[AccountBlock, ...]
     against: str = "the paper's"
     """Whose figures ours are compared with."""
 
@@ -118,7 +118,7 @@ def _compared(section: Section, *, private: bool) -> dict[tuple[str, str], float
     }
 
 
-def _named_alone(block: Block, table: Table, line: Line) -> str:
+def _named_alone(block: AccountBlock, table: PaperTable, line: Line) -> str:
     """A line in words that no other has."""
     alone = [other.name for other in table.lines].count(line.name) == 1
     name = line.name if alone or not line.detail else f"{line.name} ({line.detail})"
@@ -161,7 +161,7 @@ def sections(rows: Sequence[Row]) -> list[Section]:
 def _table_3(rows: Sequence[Row]) -> Section:
     datasets = dict.fromkeys((*published.DATASETS, *sorted(row["dataset"] for row in rows)))
     blocks = tuple(
-        Block(
+        AccountBlock(
             account,
             tuple(_by_epsilon(name, _accounted(rows, account), account) for name in datasets),
         )
@@ -179,7 +179,7 @@ def _accounted(rows: Sequence[Row], account: str) -> list[Row]:
     return [row for row in rows if row.get("accountant") == account or row.get("method") == "sgd"]
 
 
-def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
+def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> PaperTable:
     here = [row for row in rows if row["dataset"] == dataset]
     grids = published.TABLE_3.get(dataset, {})
     ran = {row["epsilon"] for row in here if row.get("epsilon") is not None}
@@ -200,7 +200,7 @@ def _by_epsilon(dataset: str, rows: Sequence[Row], account: str) -> Table:
         cells = tuple(Comparison(None, published.DPSUR[dataset].at(e), "") for e in epsilons)
         lines.append(Line("DPSUR", published.DPSUR_REMARK, cells, reference=True))
     heads = tuple(map(at_epsilon, epsilons))
-    return Table(published.DATASETS.get(dataset, dataset), "method", heads, tuple(lines))
+    return PaperTable(published.DATASETS.get(dataset, dataset), "method", heads, tuple(lines))
 
 
 def _line(
@@ -284,7 +284,7 @@ def _blocks(
     rows: Sequence[Row],
     heads: tuple[str, ...],
     lines: Callable[[str, Sequence[Row]], Iterator[Line]],
-) -> tuple[Block, ...]:
+) -> tuple[AccountBlock, ...]:
     """RDP always; PLD only if something was run: the adaptive method has no such account."""
     blocks = []
     for account in ACCOUNTS:
@@ -295,7 +295,7 @@ def _blocks(
                 for dataset in published.DATASETS
                 for line in lines(dataset, [row for row in mine if row["dataset"] == dataset])
             ]
-            blocks.append(Block(account, (Table("", "dataset", heads, tuple(made)),)))
+            blocks.append(AccountBlock(account, (PaperTable("", "dataset", heads, tuple(made)),)))
     return tuple(blocks)
 
 
@@ -337,13 +337,13 @@ def _ours(rows: Sequence[Row]) -> Section:
         grid = published.TABLE_3[dataset]["dpis-adaptive"]
         cells = tuple(Comparison(None, grid.at(epsilon)) for epsilon in epsilons)
         lines.append(Line("DPIS", "as published", cells, reference=True))
-    table = Table("", "dataset", tuple(map(at_epsilon, epsilons)), tuple(lines))
+    table = PaperTable("", "dataset", tuple(map(at_epsilon, epsilons)), tuple(lines))
     return Section(
         "ours",
         "Beyond the paper: one recipe for each dataset",
         "Predeclared DPIS, accounted by PLD; the recipe was chosen on validation records, not searched anew at every "
         f"epsilon. Beside it the figures of DPSUR, which are higher than the paper's ({published.DPSUR_REMARK}).",
-        (Block("pld", (table,)),),
+        (AccountBlock("pld", (table,)),),
         against="DPSUR's",
     )
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
-from dpis.files.arrays import codes_by_appearance, read_arrays
+from dpis.files.arrays import read_arrays
+from dpis.files.users import codes_by_appearance
 
 X, Y = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([0, 1, 0])
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dpis.errors import InputError
 from dpis.files.arrays import Arrays
+from dpis.files.csv_table import CsvTable, TextColumn
 from dpis.files.preprocessing import (
     ArrayPreprocessing,
     CategoricalColumn,
@@ -19,7 +20,6 @@ from dpis.files.preprocessing import (
     preprocessing_from_json,
 )
 from dpis.files.schema import canonical
-from dpis.files.tables import Table, TextColumn
 from dpis.files.targets import ClassTarget, NumberTarget, Origin, distinct_names
 
 CLASSES = ClassTarget("y", ("no", "yes"))
@@ -30,9 +30,9 @@ def text(cells: list[str]) -> TextColumn:
     return TextColumn(values, np.array([values.index(canonical(c)) for c in cells], dtype=np.int64))
 
 
-def table(numbers: dict[str, list[float]], texts: dict[str, list[str]]) -> Table:
+def table(numbers: dict[str, list[float]], texts: dict[str, list[str]]) -> CsvTable:
     length = len(next(iter({**numbers, **texts}.values())))
-    return Table(
+    return CsvTable(
         source="t.csv",
         numbers={name: np.array(cells, dtype=np.float64) for name, cells in numbers.items()},
         texts={name: text(cells) for name, cells in texts.items()},

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from dpis.errors import InputError
-from dpis.files.declarations import MOST_FROM_DATA
-from dpis.files.encoded import EncodedRecords
-from dpis.files.preprocessing import NumericColumn, TablePreprocessing, preprocessing_from_json
+from dpis.files.preprocessing import (
+    EncodedRecords,
+    NumericColumn,
+    TablePreprocessing,
+    preprocessing_from_json,
+)
 from dpis.files.records import encode_evaluation, encode_features, open_records
 from dpis.files.scaling import CELLS, bounds_from_counts, bucket_counts, sensitivity
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable
-from dpis.files.targets import Origin
+from dpis.files.targets import MOST_FROM_DATA, Origin
 
 PEOPLE = """id,age,colour,who,income
 1,20,red,ann,low

@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from dpis.errors import InputError
 from dpis.files.arrays import TARGET_NAMES, Arrays, read_arrays
-from dpis.files.declarations import class_target, classes_of_target
-from dpis.files.encoded import EncodedRecords
-from dpis.files.preprocessing import ArrayPreprocessing
+from dpis.files.preprocessing import ArrayPreprocessing, EncodedRecords
 from dpis.files.scaling import bucket_counts
 from dpis.files.schema import FROM_DATA, Schema
-from dpis.files.targets import NumberTarget, Task
+from dpis.files.targets import NumberTarget, Task, class_target, classes_of_target
 
 
 @dataclass(frozen=True, slots=True)

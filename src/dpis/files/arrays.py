@@ -97,14 +97,6 @@ def read_arrays(
     )
 
 
-def codes_by_appearance(values: NDArray[np.generic]) -> NDArray[np.int64]:
-    """Distinct values numbered from 0 in the order in which they first appear."""
-    _, first, codes = np.unique(values, return_index=True, return_inverse=True)
-    rank = np.empty(len(first), dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(len(first))
-    return rank[codes]
-
-
 def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
     try:
         with open(path, "rb") as file:

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from dpis.errors import InputError
 from dpis.files.arrays import Arrays
+from dpis.files.csv_table import CsvTable, TextColumn
 from dpis.files.schema import canonical, checked_bounds, checked_names, shown
-from dpis.files.tables import Table, TextColumn
 from dpis.files.targets import (
     ClassTarget,
     Origin,
     Target,
+    Task,
     origin_of,
     target_from_json,
     unit_scaled,
@@ -139,11 +140,11 @@ class TablePreprocessing:
         """Columns to read as text, the target left out."""
         return tuple(c.name for c in self.columns if isinstance(c, CategoricalColumn))
 
-    def encode(self, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, table: CsvTable) -> tuple[torch.Tensor, torch.Tensor]:
         """Features and targets."""
         return self.encode_features(table), self.encode_targets(table)
 
-    def encode_features(self, table: Table) -> torch.Tensor:
+    def encode_features(self, table: CsvTable) -> torch.Tensor:
         """Features alone, float32 ``[N, d]`` in ``[-1, 1]``; the table needs no target."""
         features = np.zeros((len(table), *self.record_shape), dtype=np.float32)
         start = 0
@@ -156,7 +157,7 @@ class TablePreprocessing:
             start = end
         return torch.from_numpy(features)
 
-    def encode_targets(self, table: Table) -> torch.Tensor:
+    def encode_targets(self, table: CsvTable) -> torch.Tensor:
         """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
         return encode_table_targets(self.target, table)
 
@@ -212,14 +213,25 @@ class ArrayPreprocessing:
             )
         if self.divide_by_255:
             return torch.from_numpy(found).to(torch.float32) / 255.0
-        if found.dtype.kind in "ui" and _largest(found) > LARGEST_EXACT:
+        if (
+            found.dtype.kind in "ui"
+            and found.size
+            and max(abs(int(found.max())), abs(int(found.min()))) > LARGEST_EXACT
+        ):
             raise InputError(
                 f"{arrays.source}: whole numbers above {LARGEST_EXACT:,} are not exact in float32: scale the features "
                 "by public numbers and store them as floats"
             )
         with np.errstate(over="ignore"):
             features = found.astype(np.float32)
-        _refuse_non_finite(arrays.source, features)
+        bad = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1))
+        if len(bad):
+            what = "1 record has" if len(bad) == 1 else f"{len(bad):,} records have"
+            raise InputError(
+                f"{arrays.source}: {what} features that are not finite in float32, the first is record {bad[0] + 1}; "
+                "remove or impute them before, by a rule that looks at each record alone: that rule is part of the "
+                "mechanism"
+            )
         return torch.from_numpy(features)
 
     def encode_targets(self, arrays: Arrays) -> torch.Tensor:
@@ -298,7 +310,46 @@ def preprocessing_from_json(data: object) -> Preprocessing:
     return TablePreprocessing.from_json(data)
 
 
-def encode_table_targets(target: Target, table: Table) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class EncodedRecords:
+    """Records as tensors, with the preprocessing that made them."""
+
+    features: torch.Tensor
+    """float32, ``[N, ...]``."""
+
+    targets: torch.Tensor
+    """int64 labels or float32 numbers in ``[-1, 1]``, ``[N]``."""
+
+    preprocessing: FilePreprocessing
+    user_ids: NDArray[np.int64] | None
+    """``[N]``, users numbered from 0 in order of first appearance."""
+
+    @property
+    def task(self) -> Task:
+        """Classification or regression."""
+        return self.preprocessing.target.task
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Their names, in the order of labels and outputs."""
+        target = self.preprocessing.target
+        return target.classes if isinstance(target, ClassTarget) else None
+
+    @property
+    def public_by_confirmation(self) -> tuple[str, ...]:
+        """What was read from the data on the user's word that it is public; a summary must say so."""
+        found = [
+            f"categories of {column.name}"
+            for column in getattr(self.preprocessing, "columns", ())
+            if column.origin is Origin.CONFIRMED
+        ]
+        target = self.preprocessing.target
+        if isinstance(target, ClassTarget) and target.origin is Origin.CONFIRMED:
+            found.append(f"classes of {target.name}")
+        return tuple(found)
+
+
+def encode_table_targets(target: Target, table: CsvTable) -> torch.Tensor:
     """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
 
     def where(record: int) -> str:
@@ -307,16 +358,6 @@ def encode_table_targets(target: Target, table: Table) -> torch.Tensor:
     if isinstance(target, ClassTarget):
         return target.of_text(table.texts[target.name], where)
     return target.of_numbers(table.numbers[target.name], where)
-
-
-def confirmed_public(columns: tuple[Column, ...], target: Target) -> tuple[str, ...]:
-    """What was read from the data on the user's word that it is public, in words for a summary."""
-    found = [
-        f"categories of {column.name}" for column in columns if column.origin is Origin.CONFIRMED
-    ]
-    if isinstance(target, ClassTarget) and target.origin is Origin.CONFIRMED:
-        found.append(f"classes of {target.name}")
-    return tuple(found)
 
 
 def _column_from_json(data: object) -> Column:
@@ -335,17 +376,3 @@ def _fields(data: object, kind: str, names: set[str]) -> Mapping[str, object]:
     if not isinstance(data, Mapping) or data.get("kind") != kind or set(data) != {"kind", *names}:
         raise InputError(f"not the preprocessing of a {kind}: {shown(data)}")
     return data
-
-
-def _largest(values: NDArray[np.generic]) -> int:
-    return max(abs(int(values.max())), abs(int(values.min()))) if values.size else 0
-
-
-def _refuse_non_finite(source: str, features: NDArray[np.float32]) -> None:
-    bad = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1))
-    if len(bad):
-        what = "1 record has" if len(bad) == 1 else f"{len(bad):,} records have"
-        raise InputError(
-            f"{source}: {what} features that are not finite in float32, the first is record {bad[0] + 1}; remove or "
-            "impute them before, by a rule that looks at each record alone: that rule is part of the mechanism"
-        )

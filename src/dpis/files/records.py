@@ -14,8 +14,7 @@ import torch
 
 from dpis.errors import InputError
 from dpis.files.array_records import RawArrays, open_arrays, read_arrays_again
-from dpis.files.encoded import EncodedRecords
-from dpis.files.preprocessing import FilePreprocessing, TablePreprocessing
+from dpis.files.preprocessing import EncodedRecords, FilePreprocessing, TablePreprocessing
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable, open_table, read_table_again, table_users
 

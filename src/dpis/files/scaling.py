@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.arrays import codes_by_appearance
+from dpis.files.users import codes_by_appearance
 
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -20, 64
 PARTS = 16

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.arrays import codes_by_appearance
+from dpis.files.users import codes_by_appearance
 
 
 def split_by_coins(

@@ -11,19 +11,28 @@ import torch
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.declarations import check_few, class_target, classes_of_target
-from dpis.files.encoded import EncodedRecords
+from dpis.files.csv_table import CsvHeader, CsvTable, read_header, read_table
 from dpis.files.preprocessing import (
     CategoricalColumn,
     Column,
+    EncodedRecords,
     NumericColumn,
     TablePreprocessing,
     encode_table_targets,
 )
 from dpis.files.scaling import bucket_counts
 from dpis.files.schema import FROM_DATA, Schema, listed, shown
-from dpis.files.tables import Header, Table, read_header, read_table
-from dpis.files.targets import ClassTarget, NumberTarget, Origin, Target, Task, distinct_names
+from dpis.files.targets import (
+    ClassTarget,
+    NumberTarget,
+    Origin,
+    Target,
+    Task,
+    check_few,
+    class_target,
+    classes_of_target,
+    distinct_names,
+)
 from dpis.files.users import may_be_rounded, names_no_user
 
 
@@ -31,7 +40,7 @@ from dpis.files.users import may_be_rounded, names_no_user
 class RawTable:
     """A table that was read, before any private release."""
 
-    table: Table
+    table: CsvTable
     columns: tuple[NumericColumn | CategoricalColumn | str, ...]
     """In the order of the file; a bare name is a column whose bounds must be released."""
 
@@ -146,7 +155,7 @@ def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str |
     )
 
 
-def _check_declared(path: Path, header: Header, schema: Schema) -> None:
+def _check_declared(path: Path, header: CsvHeader, schema: Schema) -> None:
     if schema.target is None:
         raise InputError(
             f"{path}: which column is to be learnt? Give --target one of {listed(header.names)}"
@@ -177,7 +186,7 @@ def _check_declared(path: Path, header: Header, schema: Schema) -> None:
         )
 
 
-def _column(table: Table, schema: Schema, name: str) -> NumericColumn | CategoricalColumn | str:
+def _column(table: CsvTable, schema: Schema, name: str) -> NumericColumn | CategoricalColumn | str:
     if name in schema.bounds:
         return NumericColumn(name, *schema.bounds[name])
     if name not in schema.categories:
@@ -190,7 +199,7 @@ def _column(table: Table, schema: Schema, name: str) -> NumericColumn | Categori
     return CategoricalColumn(name, tuple(categories))
 
 
-def table_users(table: Table, column: str) -> NDArray[np.int64]:
+def table_users(table: CsvTable, column: str) -> NDArray[np.int64]:
     """Whose every row is, users numbered from 0 in order of first appearance."""
     users = table.texts[column]
     nameless = [code for code, value in enumerate(users.values) if names_no_user(value)]
@@ -214,7 +223,7 @@ def read_table_again(
     with_target: bool,
     user_column: str | None,
     delimiter: str | None,
-) -> Table:
+) -> CsvTable:
     """The columns that a preprocessing needs, of another file."""
     header = read_header(path, delimiter)
     numbers, texts = list(preprocessing.number_columns), list(preprocessing.text_columns)

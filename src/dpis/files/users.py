@@ -80,6 +80,14 @@ def number_users(user_ids: Sequence[Any] | NDArray[Any], where: str = "") -> NDA
     return np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
 
 
+def codes_by_appearance(values: NDArray[np.generic]) -> NDArray[np.int64]:
+    """Distinct values numbered from 0 in the order in which they first appear."""
+    _, first, codes = np.unique(values, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[codes]
+
+
 _NOBODY = ("none", "nat", "-nan")
 """What programs write for no value, beside the words that mean it in any column."""
 

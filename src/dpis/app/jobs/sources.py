@@ -18,8 +18,12 @@ from dpis.app.jobs.pipeline import Content
 from dpis.datasets.named import ImageDataset, TextDataset, load
 from dpis.datasets.sample import load_sample
 from dpis.errors import InputError
-from dpis.files.encoded import EncodedRecords
-from dpis.files.preprocessing import ArrayPreprocessing, Preprocessing, TextPreprocessing
+from dpis.files.preprocessing import (
+    ArrayPreprocessing,
+    EncodedRecords,
+    Preprocessing,
+    TextPreprocessing,
+)
 from dpis.files.records import RawRecords, encode_evaluation, open_records
 from dpis.files.scaling import bounds_from_counts, sensitivity
 from dpis.files.schema import Schema

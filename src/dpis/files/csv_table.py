@@ -27,7 +27,7 @@ _DELIMITERS = (",", ";", "\t")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class CsvHeader:
     """The first row of a table, and what stands between its cells. Both are public."""
 
     names: tuple[str, ...]
@@ -43,7 +43,7 @@ class TextColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CsvTable:
     """Columns by name. In a column of numbers NaN stands for a missing value.
 
     ``lines`` is the line of the file on which each record begins, for messages to the operator.
@@ -58,7 +58,7 @@ class Table:
         return len(self.lines)
 
 
-def read_header(path: str | Path, delimiter: str | None = None) -> Header:
+def read_header(path: str | Path, delimiter: str | None = None) -> CsvHeader:
     """The names of the columns.
 
     Without ``delimiter`` it is the one of comma, semicolon and tab that splits the header into most cells.
@@ -74,12 +74,12 @@ def read_header(path: str | Path, delimiter: str | None = None) -> Header:
     if not names:
         raise InputError(f"{path} is empty: its first line must hold the names of the columns")
     _check_names(path, names)
-    return Header(names, delimiter)
+    return CsvHeader(names, delimiter)
 
 
 def read_table(
-    path: str | Path, header: Header, *, numbers: Collection[str], texts: Collection[str]
-) -> Table:
+    path: str | Path, header: CsvHeader, *, numbers: Collection[str], texts: Collection[str]
+) -> CsvTable:
     """The columns ``numbers`` as float64 (what is not a number is NaN) and ``texts`` as codes; others are skipped.
 
     Blank lines are skipped. A row with more or fewer cells than the header is refused.
@@ -99,7 +99,7 @@ def read_table(
         lines.append(np.array(begins, dtype=np.int64))
     if not lines:
         raise InputError(f"{path} has a header but no records")
-    return Table(
+    return CsvTable(
         source=str(path),
         numbers={name: np.concatenate(found) for name, found in parts.items()},
         texts={
@@ -141,7 +141,7 @@ def _as_number(cell: str) -> float:
         return math.nan
 
 
-def _chunks(path: str | Path, header: Header) -> Iterator[tuple[list[list[str]], list[int]]]:
+def _chunks(path: str | Path, header: CsvHeader) -> Iterator[tuple[list[list[str]], list[int]]]:
     width = len(header.names)
     with _rows(path, header.delimiter) as reader:
         _first_row(reader)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
-from dpis.files import tables
+from dpis.files import csv_table
+from dpis.files.csv_table import CsvHeader, read_header, read_table
 from dpis.files.schema import canonical
-from dpis.files.tables import Header, read_header, read_table
 
 
 def written(folder: Path, text: str | bytes, name: str = "t.csv") -> Path:
@@ -54,7 +54,7 @@ def table_error(path: Path) -> str:
 def test_the_header_tells_names_and_delimiter(
     tmp_path: Path, text: str, names: tuple[str, ...], delimiter: str
 ) -> None:
-    assert read_header(written(tmp_path, text)) == Header(names, delimiter)
+    assert read_header(written(tmp_path, text)) == CsvHeader(names, delimiter)
 
 
 def test_a_delimiter_given_is_used(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_agrees_with_reading_cell_by_cell(
     csv.writer(text, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *rows])
     path = written(tmp_path_factory.mktemp("csv"), text.getvalue())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_ROWS_AT_ONCE", data.draw(st.integers(1, 5)))
+        patch.setattr(csv_table, "_ROWS_AT_ONCE", data.draw(st.integers(1, 5)))
         table = read_table(path, read_header(path), numbers=["a"], texts=["b"])
 
     def slow(cell: str) -> float:
