@@ -1,1 +1,47 @@
-"""Does the code of a user mix records, write to the model, or depend on neighbours?"""
+"""Does the user's code couple records, write to the model, or depend on a record's neighbours?
+
+The guarantee bounds what one record adds to a sum. It holds if the gradient of a record is made of this record, of
+released values and of public numbers alone. Nobody can prove that of code that somebody else wrote, so it is tried out:
+a probe does again what was done, with other neighbours and the same random numbers, and refuses what changes. Probes
+take tensors, modules and functions, and are called by those who run them: `training`, `dropin`, `gradients`.
+
+*Looks* are the 1st, 2nd, 4th, 8th, … occasion, counted by each probe for itself (`schedule.Looks`): early, ever more
+rarely, never for the last time. A look draws from no generator of the user's, and leaves no trace in a model.
+
+| what is looked for                      | module           | when                           | cost of a look      |
+|-----------------------------------------|------------------|--------------------------------|---------------------|
+| rows named twice, or held out too       | shared_rows      | once, before training          | indices, addresses  |
+| items made of others (``__getitems__``) | items            | looks, at batches              | 2 fetches           |
+| rows made of others (``collate_fn``)    | items            | looks, until one shows         | 5 to 9 collations   |
+| rows augmented with others              | items            | looks, until one shows         | 1 augmentation      |
+| rows whose gradient depends on padding  | padding,         | looks, at batches; rows longer | 4 rows, 2 ways:     |
+|                                         | padding_trials   | than any before                | collated, run       |
+| layers that couple records by design    | forbidden_layers | every forward pass             | a walk over layers  |
+| what a model writes to itself           | writes           | every step; frozen parameters  | a copy, compared;   |
+|                                         |                  | by version, by sum at looks    | a sum               |
+| losses or activations that move with    | neighbours       | when calls are planned: at the | 3 passes over       |
+| another of three records                |                  | first batch, and at new calls  | 3 records           |
+| records that changed places             | neighbours       | looks, at forward passes; in   | 1 pass, forward     |
+|                                         |                  | chunks that are filled up      | and backward        |
+| fast gradients that are not autograd's  | agreement        | looks, at forward passes       | 8 records, then 4   |
+| means over unlike weights of the batch  | loss             | every call of such a loss      | none                |
+| losses of a loop that couple rows       | loss, loss_tape  | looks, at forward passes       | the loss 15 times   |
+| what is trained beside the model        | outputs          | every call with an output      | a walk up the graph |
+
+What cannot be seen (docs/pitfalls.md says what to do instead):
+
+- *Between two looks*: whatever begins to couple records there, until the next look.
+- *Data sets*: copies of rows, and files that two data sets read; ``__getitem__`` that reads other records, the same
+  every time; in ``__getitems__`` an item that takes from one before it.
+- *Padding*: collate functions that draw random numbers for an item, and models that are random without dropout. A
+  warning is given where inputs are not tensors of the batch as delivered, and where a row cannot be run by itself. A
+  loss that masks and then divides by the padded length goes unseen.
+- *Models*: writes after the step or in evaluation mode; records that couple in float32 and not in float64.
+- *Losses*: what is made of labels or masks alone (``loss.sum() / mask.sum()``), numbers that Python took out of tensors
+  (``.item()``, ``if``), pairs of rows without any kink, margins further away than ten times the largest output, what
+  goes through ``torch.autograd.backward`` or ends in an ``autograd.Function``. Where a loss cannot be computed again,
+  its second derivatives are asked, and a warning is given.
+- *Beside the model*: what is trained on ``outputs.detach()``.
+
+Whether the model is given what the loader delivered is another question, about the order of a loop: `dropin.delivered`.
+"""

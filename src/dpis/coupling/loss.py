@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,9 @@ FAR = 10.0
 """How far rows are moved: so many times the largest output, and at least by so much."""
 BESIDE = 0.1
 """How far rows are put from others: within a margin, but not in the same place."""
+
+WAYS = "swapped", "up", "down", "anywhere", "beside", "anywhere", "beside"
+"""Where half of the rows are moved to, and then the other half; each time other halves."""
 
 Gradients = Sequence[Tensor | None]
 Outputs = Sequence[tuple[Tensor, int]]
@@ -80,9 +82,9 @@ class LossProbe:
     """Looks at losses before they are differentiated: no row's gradient may change with another row.
 
     Half of the rows, drawn at random, are asked how their gradients change with all outputs; and the loss is computed
-    again from outputs of which half of the rows are others, far away or those of other records: kinks and choices (a
-    margin, the hardest of a batch) have no second derivatives. What is made of labels alone (how many there are of a
-    kind) stays as it is and does not show.
+    again from outputs of which one half of the rows are others, then the other half: those of other records, or far
+    away. Kinks and choices (a margin, the hardest of a batch) have no second derivatives. What is made of labels alone
+    (how many there are of a kind) stays as it is and does not show.
     """
 
     def __init__(self) -> None:
@@ -102,21 +104,14 @@ class LossProbe:
         Raises:
             CouplingError: if it couples records.
         """
-        slot = tape.slot(loss)
-        loss = loss.as_subclass(Tensor)
-        leaves = [leaf for outputs in passes for leaf, _ in outputs]
-        if (loss.ndim and gradient is None) or not loss.requires_grad or not leaves:
+        if (loss.ndim and gradient is None) or not loss.requires_grad or not passes:
             return
-        generator = torch.Generator().manual_seed(sum(_rows(outputs) for outputs in passes))
-        arrived = torch.autograd.grad(loss, leaves, gradient, allow_unused=True, retain_graph=True)
+        look = _Look(loss, gradient, passes, tape)
+        arrived = look.gradients()
         if all(given is None for given in arrived):
             return
-        _refuse_second_derivatives(loss, gradient, passes, generator)
-        if slot is None or not _tried(tape, slot, gradient, passes, arrived, generator):
-            self._say()
-
-    def _say(self) -> None:
-        if not self._said:
+        look.refuse_second_derivatives()
+        if not look.replayed(arrived) and not self._said:
             self._said = True
             warnings.warn(
                 "whether the loss couples records could not be tried out: it cannot be computed again from what torch "
@@ -127,152 +122,136 @@ class LossProbe:
             )
 
 
-def _refuse_second_derivatives(
-    loss: Tensor, gradient: Tensor | None, passes: Sequence[Outputs], generator: torch.Generator
-) -> None:
-    leaves = [leaf for outputs in passes for leaf, _ in outputs]
-    asked = [_some(outputs, generator) for outputs in passes]
-    places = list(chain.from_iterable(asked))
-    try:
-        first = torch.autograd.grad(loss, leaves, gradient, create_graph=True, allow_unused=True)
-        told = [
-            (given.movedim(dim, 0)[rows] * _any_direction(given, dim, rows, generator)).sum()
-            for given, (dim, rows) in zip(first, places, strict=True)
-            if given is not None and given.requires_grad
-        ]
-        if not told:
-            return
-        total = torch.stack([value.float() for value in told]).sum()
-        second = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-    except RuntimeError:
-        return  # it has none: what is done again tells by itself
-    for change, (dim, rows) in zip(second, places, strict=True):
-        if change is not None and _moves_others(change.movedim(dim, 0), rows):
-            raise CouplingError(_COUPLED)
+class _Look:
+    """One loss, and the outputs that it may be made of."""
 
+    def __init__(
+        self, loss: Tensor, gradient: Tensor | None, passes: Sequence[Outputs], tape: LossTape
+    ) -> None:
+        self._tape, self._slot = tape, tape.slot(loss)
+        self._loss, self._gradient = loss.as_subclass(Tensor), gradient
+        self._leaves = [leaf for outputs in passes for leaf, _ in outputs]
+        self._dims = [dim for outputs in passes for _, dim in outputs]
+        self._rows = [(outputs[0][0].shape[outputs[0][1]], len(outputs)) for outputs in passes]
+        self._generator = torch.Generator().manual_seed(sum(rows for rows, _ in self._rows))
 
-def _tried(
-    tape: LossTape,
-    slot: int,
-    gradient: Tensor | None,
-    passes: Sequence[Outputs],
-    arrived: Gradients,
-    generator: torch.Generator,
-) -> bool:
-    """Whether the loss could be computed again, and from other rows.
-
-    Raises:
-        CouplingError: if the gradients of rows changed that were as before.
-    """
-    leaves = [leaf for outputs in passes for leaf, _ in outputs]
-    nobody = [torch.zeros(_rows(o), dtype=torch.bool) for o in passes for _ in o]
-    as_it_was = _gradients_again(tape, slot, gradient, leaves, [leaf.detach() for leaf in leaves])
-    if as_it_was is None or _others_differ(arrived, as_it_was, passes, nobody):
-        return False
-    tried = False
-    for way in ("swapped", "up", "down", "anywhere", "beside", "anywhere", "beside"):
-        moved = list(chain.from_iterable(_some(outputs, generator) for outputs in passes))
-        values = [
-            _elsewhere(leaf.detach().movedim(dim, 0), rows, way, generator).movedim(0, dim)
-            for leaf, (dim, rows) in zip(leaves, moved, strict=True)
-        ]
-        again = _gradients_again(tape, slot, gradient, leaves, values)
-        if again is None:
-            continue
-        tried = True
-        if _others_differ(as_it_was, again, passes, [rows for _, rows in moved]):
-            raise CouplingError(_COUPLED)
-    return tried
-
-
-def _gradients_again(
-    tape: LossTape,
-    slot: int,
-    gradient: Tensor | None,
-    leaves: Sequence[Tensor],
-    values: Sequence[Tensor],
-) -> Gradients | None:
-    """The gradients at these values of the outputs; None, where there are none."""
-    others = [value.clone().requires_grad_() for value in values]
-    with torch.enable_grad():
-        loss = tape.replay(slot, {id(a): b for a, b in zip(leaves, others, strict=True)})
-        if loss is None or not loss.requires_grad:
-            return None
-        try:
-            return torch.autograd.grad(loss, others, gradient, allow_unused=True)
-        except RuntimeError:
-            return None
-
-
-def _others_differ(
-    before: Gradients, after: Gradients, passes: Sequence[Outputs], moved: Sequence[Tensor]
-) -> bool:
-    dims = [dim for outputs in passes for _, dim in outputs]
-    for one, other, dim, rows in zip(before, after, dims, moved, strict=True):
-        if one is None and other is None:
-            continue
-        known = next(g for g in (one, other) if g is not None)
-        a, b = (
-            (torch.zeros_like(known) if g is None else g).movedim(dim, 0)[~rows.to(known.device)]
-            for g in (one, other)
+    def gradients(self, create_graph: bool = False) -> Gradients:
+        """Those of the outputs; None where the loss does not depend on one."""
+        return torch.autograd.grad(
+            self._loss,
+            self._leaves,
+            self._gradient,
+            retain_graph=True,
+            create_graph=create_graph,
+            allow_unused=True,
         )
-        if not a.numel():
-            continue
-        same = (a == b) | ((a != a) & (b != b))
-        change = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf)
-        sizes = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0)
-        if bool(change.amax() > ROUNDING * sizes.amax()):
-            return True
-    return False
 
+    def refuse_second_derivatives(self) -> None:
+        asked = self._half()
+        try:
+            told = []
+            for given, dim, rows in zip(self.gradients(True), self._dims, asked, strict=True):
+                if given is not None and given.requires_grad:
+                    theirs = given.movedim(dim, 0)[rows]
+                    told.append((theirs * self._noise_like(theirs)).sum().float())
+            if not told:
+                return
+            total = torch.stack(told).sum()
+            second = torch.autograd.grad(total, self._leaves, allow_unused=True, retain_graph=True)
+        except RuntimeError:
+            return  # it has none: what is done again tells by itself
+        for change, dim, rows in zip(second, self._dims, asked, strict=True):
+            if change is not None and change.numel():
+                sizes = change.detach().movedim(dim, 0).abs().nan_to_num(0.0, 0.0, 0.0)
+                if bool((sizes[~rows] > NOTHING * sizes.max()).any()):
+                    raise CouplingError(_COUPLED)
 
-def _elsewhere(by_row: Tensor, rows: Tensor, way: str, generator: torch.Generator) -> Tensor:
-    """Other values for some rows: those of other rows, or far away."""
-    count, noise = len(by_row), torch.randn(by_row.shape, generator=generator).to(by_row)
-    largest = by_row.abs().nan_to_num(0.0, 0.0, 0.0).amax() if by_row.numel() else by_row.sum()
-    far = FAR * largest.clamp(min=1.0)
-    others = by_row
-    if way in ("swapped", "beside"):
-        staying = (~rows).nonzero()[:, 0]
-        if len(staying):
-            chosen = torch.randint(len(staying), (count,), generator=generator)
-            others = by_row[staying[chosen.to(by_row.device)]]
-        if way == "beside":
-            others = others + BESIDE * noise
-    elif way == "anywhere":
-        others = by_row + far * noise
-    else:
-        others = by_row + (far if way == "up" else -far)
-    if by_row.device.type != "cpu" and bool(((by_row >= 0) & (by_row <= 1)).all()):
-        others = others.clamp(0, 1)  # a device does not survive a probability of two
-    shape = [count] + [1] * (by_row.ndim - 1)
-    return torch.where(rows.reshape(shape), others, by_row)
+    def replayed(self, arrived: Gradients) -> bool:
+        """Whether the loss could be computed again, and from other rows.
 
+        Raises:
+            CouplingError: if the gradients of rows changed that were as before.
+        """
+        nobody = [torch.zeros_like(rows) for rows in self._half()]
+        as_it_was = self._gradients_at([leaf.detach() for leaf in self._leaves])
+        if as_it_was is None or self._others_differ(arrived, as_it_was, nobody):
+            return False
+        tried = False
+        for way in WAYS:
+            half = self._half()
+            for moved in (half, [~rows for rows in half]):
+                again = self._gradients_at(self._elsewhere(way, moved))
+                if again is not None and self._others_differ(as_it_was, again, moved):
+                    raise CouplingError(_COUPLED)
+                tried |= again is not None
+        return tried
 
-def _rows(outputs: Outputs) -> int:
-    leaf, dim = outputs[0]
-    return leaf.shape[dim]
+    def _gradients_at(self, values: Sequence[Tensor]) -> Gradients | None:
+        """The gradients at these values of the outputs; None, where there are none."""
+        if self._slot is None:
+            return None
+        others = [value.clone().requires_grad_() for value in values]
+        by_leaf = {id(leaf): other for leaf, other in zip(self._leaves, others, strict=True)}
+        with torch.enable_grad():
+            loss = self._tape.replay(self._slot, by_leaf)
+            if loss is None or not loss.requires_grad:
+                return None
+            try:
+                return torch.autograd.grad(loss, others, self._gradient, allow_unused=True)
+            except RuntimeError:
+                return None
 
-
-def _some(outputs: Outputs, generator: torch.Generator) -> list[tuple[int, Tensor]]:
-    """Half of the rows, the same in all outputs of a pass."""
-    count = _rows(outputs)
-    chosen = torch.randperm(count, generator=generator)[: -(-count // 2)]
-    rows = torch.zeros(count, dtype=torch.bool)
-    rows[chosen] = True
-    return [(dim, rows.to(leaf.device)) for leaf, dim in outputs]
-
-
-def _any_direction(gradient: Tensor, dim: int, rows: Tensor, generator: torch.Generator) -> Tensor:
-    shape = gradient.movedim(dim, 0)[rows].shape
-    return torch.randn(shape, generator=generator).to(gradient)
-
-
-def _moves_others(by_row: Tensor, asked: Tensor) -> bool:
-    if not by_row.numel():
+    def _others_differ(self, before: Gradients, after: Gradients, moved: Sequence[Tensor]) -> bool:
+        """Whether the gradient of a row that was not moved is another."""
+        for one, other, dim, rows in zip(before, after, self._dims, moved, strict=True):
+            known = other if one is None else one
+            if known is None or bool(rows.all()) or not known.numel():
+                continue
+            a, b = (
+                (torch.zeros_like(known) if g is None else g).movedim(dim, 0)[~rows]
+                for g in (one, other)
+            )
+            same = (a == b) | ((a != a) & (b != b))
+            change = torch.where(same, 0.0, (a - b).abs()).nan_to_num(torch.inf)
+            sizes = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0)
+            if bool(change.amax() > ROUNDING * sizes.amax()):
+                return True
         return False
-    sizes = by_row.detach().abs().reshape(len(by_row), -1).nan_to_num(0.0, 0.0, 0.0).amax(1)
-    return bool((sizes[~asked] > NOTHING * sizes.max()).any())
+
+    def _half(self) -> list[Tensor]:
+        """For every output a mask of half of its rows, drawn at random, the same in all outputs of a pass."""
+        masks = []
+        for count, outputs in self._rows:
+            mask = torch.zeros(count, dtype=torch.bool)
+            mask[torch.randperm(count, generator=self._generator)[: -(-count // 2)]] = True
+            masks += [mask] * outputs
+        return [mask.to(leaf.device) for mask, leaf in zip(masks, self._leaves, strict=True)]
+
+    def _elsewhere(self, way: str, moved: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs, with other values for some rows."""
+        return [
+            self._moved(leaf.detach().movedim(dim, 0), rows, way).movedim(0, dim)
+            for leaf, dim, rows in zip(self._leaves, self._dims, moved, strict=True)
+        ]
+
+    def _moved(self, by_row: Tensor, rows: Tensor, way: str) -> Tensor:
+        """To the values of other rows, beside these, or far away."""
+        if not by_row.numel():
+            return by_row
+        noise = self._noise_like(by_row)
+        far = FAR * by_row.abs().nan_to_num(0.0, 0.0, 0.0).amax().clamp(min=1.0)
+        others = by_row
+        if way in ("swapped", "beside") and not bool(rows.all()):
+            staying = by_row[~rows]
+            others = staying[torch.randint(len(staying), (len(by_row),), generator=self._generator)]
+        shift = {"up": far, "down": -far, "anywhere": far * noise, "beside": BESIDE * noise}
+        others = others + shift.get(way, 0.0)
+        if by_row.device.type != "cpu" and bool(((by_row >= 0) & (by_row <= 1)).all()):
+            others = others.clamp(0, 1)  # a device does not survive a probability of two
+        return torch.where(rows.reshape(-1, *[1] * (by_row.ndim - 1)), others, by_row)
+
+    def _noise_like(self, tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=self._generator).to(tensor)
 
 
 _COUPLED = (

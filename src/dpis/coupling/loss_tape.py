@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from dpis import batches
 
 Look = Callable[["LossTape", Tensor, Tensor | None], None]
 """``look(tape, loss, gradient)``: before ``loss.backward(gradient)``."""
+States = Mapping[torch.Generator, Tensor]
+"""Of the global generators."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class Call:
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    states: Mapping[torch.device, Tensor]  # of the global generators
     with_gradients: bool
-    autocast: Mapping[str, Any]
+    precision: Callable[[], torch.autocast]
+    states: States
     written: tuple[Tensor | None, int]
     results: Sequence[int] = ()
     random: bool = False
@@ -59,8 +62,7 @@ class LossTape:
     """
 
     def __init__(self, look: Look) -> None:
-        self.look = look
-        self.open = True
+        self.look, self.open = look, True
         self._calls: list[Call] = []
         self._slots: dict[int, int] = {}
         self._held: list[Tensor] = []  # in the order of slots, so that no id is given twice
@@ -93,16 +95,21 @@ class LossTape:
         """A call that is about to happen; None, where it cannot be written down (inside of ``vmap``)."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        given = [*batches.tensors(args), *batches.tensors(kwargs)]
-        devices = {tensor.device for tensor in given} | {torch.device("cpu")}
+        devices = {tensor.device for tensor in batches.tensors((args, kwargs))}
+        kind = next(batches.tensors((args, kwargs))).device.type
         written = next((t for t in batches.tensors((kwargs.get("out"), args[:1]))), None)
         return Call(
             function,
             self._without_tensors(args),
             self._without_tensors(kwargs),
-            _states(devices),
             torch.is_grad_enabled(),
-            _precision(given[0].device.type),
+            partial(
+                torch.autocast,
+                kind,
+                dtype=torch.get_autocast_dtype(kind),
+                enabled=torch.is_autocast_enabled(kind),
+            ),
+            _states(devices),
             (written, _version(written)),
         )
 
@@ -119,8 +126,7 @@ class LossTape:
             self._slots[id(tensor)] if id(tensor) in self._slots else self._new(tensor)
             for tensor in made
         ]
-        now = _states(call.states)
-        call.random = any(not torch.equal(now[device], was) for device, was in call.states.items())
+        call.random = any(not torch.equal(g.get_state(), was) for g, was in call.states.items())
         call.written = None, 0
         self._calls.append(call)
 
@@ -176,14 +182,8 @@ def _done_again(call: Call, values: Mapping[int, Tensor]) -> Any:
             return values[given.number]
         return given.generator() if isinstance(given, _Coins) else _mapped(filled, given)
 
-    with ExitStack() as stack:
-        if call.random:
-            accelerators = [device for device in call.states if device.type == "cuda"]
-            stack.enter_context(torch.random.fork_rng(accelerators))
-            for device, state in call.states.items():
-                _set_state(device, state)
-        stack.enter_context(torch.set_grad_enabled(call.with_gradients))
-        stack.enter_context(torch.autocast(**call.autocast))
+    chance = _standing_at(call.states) if call.random else nullcontext()
+    with chance, torch.set_grad_enabled(call.with_gradients), call.precision():
         return call.function(*filled(call.args), **filled(call.kwargs))
 
 
@@ -201,25 +201,19 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _states(devices: Any) -> dict[torch.device, Tensor]:
-    """Of the global generators: a look may draw nothing from them."""
-    return {
-        device: torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        for device in devices
-        if device.type in ("cpu", "cuda")
-    }
+def _states(devices: Iterable[torch.device]) -> States:
+    of_devices = [torch.cuda.default_generators[d.index] for d in devices if d.type == "cuda"]
+    return {g: g.get_state() for g in (torch.default_generator, *of_devices)}
 
 
-def _set_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def _precision(device: str) -> dict[str, Any]:
-    return {
-        "device_type": device,
-        "dtype": torch.get_autocast_dtype(device),
-        "enabled": torch.is_autocast_enabled(device),
-    }
+@contextmanager
+def _standing_at(states: States) -> Iterator[None]:
+    """The global generators as they were, for a while: a look may draw nothing from them."""
+    now = {generator: generator.get_state() for generator in states}
+    try:
+        for generator, state in states.items():
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in now.items():
+            generator.set_state(state)
