@@ -26,8 +26,8 @@ from dpis.accounting import (
     adaptive_step,
     plan_adaptive,
 )
-from dpis.accounting.adaptive import count_noise_multiplier
 from dpis.accounting.calibration import smallest_parameter
+from dpis.accounting.norm_sums import count_noise_multiplier
 from dpis.accounting.renyi import renyi_budget, renyi_divergence
 from dpis.accounting.workload import COUNT
 from dpis.errors import InputError

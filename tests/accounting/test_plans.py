@@ -254,8 +254,28 @@ def law_only_what_is_planned_is_released(plan: PrivacyPlan) -> None:
     for label in ("another", GRADIENT):
         with pytest.raises(InputError, match="nobody would pay"):
             plan.release(label)
-    planned_each_epoch = [r for r in plan.releases if r.cadence is Cadence.EACH_EPOCH]
-    assert plan.adapts == bool(planned_each_epoch)
+    if plan.adapts:
+        plan.release(NORM_SUM, Cadence.EACH_EPOCH)
+
+
+def law_a_released_count_moves_what_adapts(plan: PrivacyPlan) -> None:
+    """The order of the filter and the noise of other releases were fixed before it; the claim is the same."""
+    if not plan.adapts:
+        with pytest.raises(InputError, match="cannot follow"):
+            plan.with_count(80)
+        return
+    anew = plan.with_count(80)
+    assert anew.workload == replace(plan.workload, n_public=80)
+    kept = ("claim", "adjacency", "order", "rate_cap", "reserve_share")
+    assert all(getattr(anew, name) == getattr(plan, name) for name in kept)
+    labels = [[(r.label, r.cadence) for r in p.releases] for p in (plan, anew)]
+    assert labels[0] == labels[1]
+    assert [r for r in anew.releases if r.label != NORM_SUM] == [
+        r for r in plan.releases if r.label != NORM_SUM
+    ]
+    same = plan.with_count(plan.workload.n_public)
+    assert same.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=1e-3)
+    assert replace(same, noise_multiplier=plan.noise_multiplier) == plan
 
 
 def law_alike_means_alike(plan: PrivacyPlan) -> None:
@@ -307,7 +327,7 @@ def test_every_norm_sum_gives_terms_also_at_the_largest_rate(n_public, batch_siz
 # ── bugs ─────────────────────────────────────────────────────────────────────────────────────────────
 
 TERMS, CHARGE, HEADER = PrivacyPlan.terms, PrivacyPlan.charge, PredeclaredPlan.header
-ADAPTED, FILTERED = AdaptivePlan.terms, AdaptivePlan.header
+ADAPTED, FILTERED, WITH_COUNT = AdaptivePlan.terms, AdaptivePlan.header, AdaptivePlan.with_count
 
 
 @dataclass(frozen=True)
@@ -383,6 +403,12 @@ PLANTS = [
           law_epsilon_so_far_is_sound, "open-ended"),
     Plant("an unplanned release", PrivacyPlan, "release", lambda self, label, cadence=Cadence.ONCE: MEAN,
           law_only_what_is_planned_is_released, "with releases"),
+    Plant("a released count chooses the order", AdaptivePlan, "with_count",
+          lambda self, n: replace(WITH_COUNT(self, n), order=self.order + 1),
+          law_a_released_count_moves_what_adapts, "adaptive with releases"),
+    Plant("a released count drops the other releases", AdaptivePlan, "with_count",
+          lambda self, n: plan_adaptive(self.budget, replace(self.workload, n_public=n), order=self.order),
+          law_a_released_count_moves_what_adapts, "adaptive with releases"),
     Plant("the order of decaying noise does not matter", PrivacyPlan, "same_terms_throughout", True,
           law_alike_means_alike, "decaying"),
     Plant("adaptive steps count as alike", PrivacyPlan, "same_terms_throughout", True, law_alike_means_alike,

@@ -8,7 +8,6 @@ epsilon from the file alone.
 from dpis.accounting.accountants import Accountant, epsilon_by_pld, epsilon_by_rdp
 from dpis.accounting.adaptive import (
     AdaptivePlan,
-    NormSumBounds,
     adaptive_step,
     next_grad_noise,
     plan_adaptive,
@@ -19,6 +18,7 @@ from dpis.accounting.filter import Guard, PlannedSequence, RenyiFilter, Unguarde
 from dpis.accounting.header import CountSource, Header, Mode, Norms, Unit
 from dpis.accounting.ledger import Entry, Ledger, read_ledger
 from dpis.accounting.ledger_writer import LedgerWriter
+from dpis.accounting.norm_sums import NormSumBounds
 from dpis.accounting.plans import NoPrivacy, OpenEndedPlan, PrivacyPlan, Terms
 from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared
 from dpis.accounting.schedule import exponential_decay, kappa_schedule

@@ -16,6 +16,7 @@ from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition, Event, PoissonGaussian
 from dpis.accounting.filter import Guard, RenyiFilter
 from dpis.accounting.header import CountSource, Header, Mode
+from dpis.accounting.norm_sums import NormSumBounds, norm_noise_multiplier, norm_sum_cost
 from dpis.accounting.plans import BudgetedPlan, Terms
 from dpis.accounting.renyi import (
     INTEGER_ORDERS,
@@ -36,41 +37,7 @@ from dpis.accounting.workload import (
 from dpis.errors import BudgetExceededError, InputError
 from dpis.options import Privacy
 
-NORM_SUM_SHARE = 0.02
-LEAST_COUNT_NOISE = 20.0
-"""Of the budget, for all norm sums together; and of n_public, the least noise multiplier of one."""
-
 _ROUNDING_RESERVE = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class NormSumBounds:
-    """The public interval a released norm sum is clipped to: ``[b·C/rate_cap, n_public·C]``."""
-
-    lowest: float
-    highest: float
-
-    @classmethod
-    def create(
-        cls, *, n_public: int, batch_size: int, clip_norm: float, rate_cap: float = 0.5
-    ) -> NormSumBounds:
-        """Bounds that keep every inclusion probability at or below ``rate_cap`` and kappa at or below 1."""
-        if not 0 < rate_cap <= 1:
-            raise InputError(f"rate_cap must lie in (0, 1], found {rate_cap!r}")
-        if not (math.isfinite(clip_norm) and clip_norm > 0):
-            raise InputError(f"clip norm must be a finite number above 0, found {clip_norm!r}")
-        if batch_size > n_public * rate_cap:
-            raise InputError(
-                f"batch size {batch_size} over n_public {n_public} is above rate_cap {rate_cap:g}: adaptive "
-                "mode has no room to lower kappa. Use a smaller batch, a larger rate_cap, or the predeclared mode"
-            )
-        return cls(batch_size * clip_norm / rate_cap, n_public * clip_norm)
-
-    def clip(self, noisy_norm_sum: float) -> float:
-        """``K_tilde`` from ``K'``. NaN gives the upper bound, which is always safe (kappa = 1)."""
-        if math.isnan(noisy_norm_sum):
-            return self.highest
-        return min(max(noisy_norm_sum, self.lowest), self.highest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +46,8 @@ class AdaptivePlan(BudgetedPlan):
 
     order: int
     """``α``, the one Renyi order of the filter."""
-    rho_budget: float
-    """``ε - off(α)``: what the run may spend at that order."""
     reserve_share: float
+    """``a_E``: the share of epochs that budget for the rest of the run as if kappa were 1."""
     rate_cap: float
     """The largest inclusion probability that a released norm sum may lead to."""
     norm_noise_multiplier: float
@@ -147,6 +113,24 @@ class AdaptivePlan(BudgetedPlan):
         """As far as ``rate_cap`` lets it grow."""
         return self.rate_cap * self.workload.n_public
 
+    def with_count(self, n_public: int) -> AdaptivePlan:
+        """Made anew; the filter's order was fixed before the count was released, and stays."""
+        workload = Workload.create(
+            n_public=n_public,
+            batch_size=self.workload.batch_size,
+            epochs=self.workload.epochs,
+        )
+        return plan_adaptive(
+            self.budget,
+            workload,
+            reserve_share=self.reserve_share,
+            rate_cap=self.rate_cap,
+            order=self.order,
+            adjacency=self.adjacency,
+            releases=[r for r in self.releases if r.label != NORM_SUM],
+            norm_releases_per_epoch=[r.cadence for r in self.releases if r.label == NORM_SUM],
+        )
+
     def terms(
         self, epoch: int, clip_norm: float, norm_sum: float | None, spent: Mapping[Event, int]
     ) -> Terms:
@@ -173,6 +157,11 @@ class AdaptivePlan(BudgetedPlan):
             kappa=kappa,
             equivalent_batch=step.sampling_rate * workload.n_public,
         )
+
+    @property
+    def rho_budget(self) -> float:
+        """``ε - off(α)``: what the run may spend at the filter's order."""
+        return renyi_budget(self.budget, self.order)
 
     @property
     def first_phase(self) -> int:
@@ -224,7 +213,7 @@ def plan_adaptive(
     norm_sums = releases_over_run(workload, unit).events
     others = releases_over_run(workload, releases)
     fixed_costs = {
-        a: _norm_sum_cost(budget, workload.n_public, norm_sums, a) + composed_divergence(others, a)
+        a: norm_sum_cost(budget, workload.n_public, norm_sums, a) + composed_divergence(others, a)
         for a in (INTEGER_ORDERS if order is None else (order,))
         if renyi_budget(budget, a) > 0
     }
@@ -236,7 +225,6 @@ def plan_adaptive(
         adjacency=adjacency,
         workload=workload,
         order=order,
-        rho_budget=renyi_budget(budget, order),
         reserve_share=reserve_share,
         rate_cap=rate_cap,
         releases=(*releases, *norm_releases),
@@ -274,23 +262,6 @@ def _public_plan(
     return epsilon_at(z)[1], z
 
 
-def count_noise_multiplier(n_public: int) -> float:
-    """Of a released number of records: so large that it costs next to nothing."""
-    return max(LEAST_COUNT_NOISE, NORM_SUM_SHARE * n_public)
-
-
-def norm_noise_multiplier(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
-    """``σ_K = max(0.02·n_public, the value at which all norm sums cost 2 % of the budget at that order)``."""
-    share = NORM_SUM_SHARE * renyi_budget(budget, order)
-    costs_its_share = math.sqrt(norm_sums * order / (2 * share))
-    return max(NORM_SUM_SHARE * n_public, costs_its_share)
-
-
-def _norm_sum_cost(budget: Budget, n_public: int, norm_sums: int, order: int) -> float:
-    sigma_k = norm_noise_multiplier(budget, n_public, norm_sums, order)
-    return norm_sums * order / (2 * sigma_k**2)
-
-
 def next_grad_noise(plan: AdaptivePlan, *, epoch: int, kappa: float, spent: float) -> float:
     """``σ_G`` for the coming epoch: the smallest that leaves enough for the rest of the run.
 
@@ -316,16 +287,15 @@ def next_grad_noise(plan: AdaptivePlan, *, epoch: int, kappa: float, spent: floa
             f"nothing is left for epoch {epoch}: {spent:.6g} of {plan.rho_budget:.6g} spent and the rest reserved"
         )
 
+    def step_cost(sigma: float, kappa: float) -> float:
+        return renyi_divergence(adaptive_step(workload, sigma, kappa), plan.order)
+
     def cost(sigma: float) -> float:
         return workload.steps_per_epoch * (
-            _step_cost(plan, sigma, kappa) + later * _step_cost(plan, sigma, later_kappa)
+            step_cost(sigma, kappa) + later * step_cost(sigma, later_kappa)
         )
 
     return smallest_parameter(cost, affordable, guess=plan.noise_multiplier, tolerance=1e-6)
-
-
-def _step_cost(plan: AdaptivePlan, sigma: float, kappa: float) -> float:
-    return renyi_divergence(adaptive_step(plan.workload, sigma, kappa), plan.order)
 
 
 def adaptive_step(

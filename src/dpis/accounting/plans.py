@@ -150,6 +150,12 @@ class PrivacyPlan(ABC):
             equivalent_batch=workload.equivalent_batch[index],
         )
 
+    def with_count(self, n_public: int) -> PrivacyPlan:
+        """The plan made anew from a released number of records, if it `adapts`."""
+        raise InputError(
+            "what is fixed beforehand cannot follow a released number of records: use the adaptive mode"
+        )
+
     def charge(self, terms: Terms, steps: int) -> list[Entry]:
         """What so many steps of an epoch spend."""
         return [Entry(GRADIENT, terms.event)] * steps

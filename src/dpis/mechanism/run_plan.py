@@ -27,7 +27,7 @@ from dpis.accounting import (
     plan_adaptive,
     plan_predeclared,
 )
-from dpis.accounting.adaptive import count_noise_multiplier, norm_noise_multiplier
+from dpis.accounting.norm_sums import count_noise_multiplier, norm_noise_multiplier
 from dpis.accounting.renyi import best_order
 from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.mechanism.config import Config
@@ -89,7 +89,7 @@ def make_plan(config: Config) -> RunPlan:
     if not config.method.private:
         return RunPlan(config, NoPrivacy(workload=workload))
     if config.method is Method.DPIS_ADAPTIVE:
-        return RunPlan(config, _adaptive(config, workload, order=None))
+        return RunPlan(config, _adaptive(config, workload))
     return RunPlan(config, _predeclared(config, workload))
 
 
@@ -105,14 +105,12 @@ def open_ended_plan(config: Config, noise_multiplier: float) -> RunPlan:
 
 def plan_with_count(plan: RunPlan, noisy_count: float) -> RunPlan:
     """The adaptive plan made anew from a released number of records; its filter's order stays."""
-    before, config = plan.privacy, plan.config
-    assert isinstance(before, AdaptivePlan)
+    config = plan.config
     enough = math.floor(config.batch_size / config.rate_cap) + 1  # keeps b/n below rate_cap
     lowest = max(config.n_public / MOST_COUNT_CHANGE, enough)
     n = round(bounded_count(noisy_count, config.n_public, lowest))
-    workload = Workload.create(n_public=n, batch_size=config.batch_size, epochs=config.epochs)
     counted = replace(config, n_public=n, n_public_source=CountSource.RELEASED, release_n=False)
-    return RunPlan(counted, _adaptive(config, workload, before.order))
+    return RunPlan(counted, plan.privacy.with_count(n))
 
 
 def bounded_count(noisy_count: float, declared: int, lowest: float | None = None) -> float:
@@ -144,14 +142,13 @@ def _before_training(config: Config) -> tuple[Release, ...]:
     return (*([Release(COUNT, sigma_N)] if config.release_n else []), *config.releases)
 
 
-def _adaptive(config: Config, workload: Workload, order: int | None) -> AdaptivePlan:
+def _adaptive(config: Config, workload: Workload) -> AdaptivePlan:
     cadences = [Cadence.EACH_EPOCH] + [Cadence.BETWEEN_EPOCHS] * (config.clipping is not None)
     return plan_adaptive(
         Budget(config.epsilon, config.delta),
         workload,
         reserve_share=config.reserve_share,
         rate_cap=config.rate_cap,
-        order=order,
         adjacency=_adjacency(config),
         releases=_before_training(config),
         norm_releases_per_epoch=cadences,
