@@ -7,6 +7,7 @@ from dpis.training.interrupt import InterruptedRunError
 
 EXAMPLES = [
     errors.InputError("no"),
+    errors.GradientError("no"),
     errors.BudgetExceededError("no"),
     errors.LedgerError("no"),
     errors.BrokenLedgerError(3, "no"),

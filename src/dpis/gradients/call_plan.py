@@ -21,7 +21,7 @@ from dpis.gradients.watch import Use, Watch, names_in
 
 
 class GeneralRuleError(RuntimeError):
-    """The general rule cannot treat a call: its parameters need the fallback."""
+    """The general rule cannot treat a call. The recorder then leaves its parameters to the fallback."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(f"torch.func cannot treat {key[0]} by itself")

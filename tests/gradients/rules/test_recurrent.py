@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from dpis.errors import GradientError
 from dpis.gradients.factors import Dense, Outer
-from dpis.gradients.rules.recurrent import RULES
-from dpis.gradients.rules.recurrent import layer as kernels
+from dpis.gradients.rules.recurrent import RULES, layer
 from dpis.gradients.rules.rule import Call
 from tests.gradients.rules.recurrent_problems import (
     FEATURES,
@@ -63,7 +62,7 @@ def test_agrees_with_autograd(problem: Problem, dtype: torch.dtype) -> None:
 def test_does_not_depend_on_the_blocks(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     module, batch = problem.make()
     whole = fast_gradients(module, batch)
-    monkeypatch.setattr(kernels, "_BLOCK_BYTES", 1000)  # two steps or so
+    monkeypatch.setattr(layer, "BLOCK_BYTES", 1000)  # two steps or so
     cut = fast_gradients(module, batch)
     assert_close(cut.inputs, whole.inputs, torch.float64)
     for name, factors in cut.factors.items():

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from dpis.errors import GradientError
 from dpis.gradients.aligned import cut, filled_up
-from dpis.gradients.rules.recurrent import layer as kernels
 from dpis.gradients.rules.recurrent.call import DirectionWeights, Recurrence
 from dpis.gradients.rules.recurrent.cells import Cell, State, Weights
 from dpis.gradients.rules.recurrent.layer import Layer, LayerTrace
@@ -81,7 +80,7 @@ def _run_layer(
     tensors = [stand_in.tensor(layer) for stand_in in stand_ins]
     wide = filled_up(sequence, -1), *(filled_up(part, -1) for part in state)
     with torch.no_grad():
-        trace, outputs, final = kernels.forward(layer, wide[0], wide[1:])
+        trace, outputs, final = layer.forward(wide[0], wide[1:])
     computed = outputs, *final
     outputs, *final = _Link.apply(trace, computed, stand_ins, *wide, *tensors)  # type: ignore[no-untyped-call]
     watched = []
@@ -100,7 +99,7 @@ def _run_layer(
 class _Link(torch.autograd.Function):
     """A layer that has run enters autograd's graph: gradients flow to its sequence, its state and the stand-ins.
 
-    The forward pass hands on what was computed; the backward pass is ``layer.backward``.
+    The forward pass hands on what was computed; the backward pass is that of the layer's trace.
     """
 
     @staticmethod
@@ -127,9 +126,7 @@ class _Link(torch.autograd.Function):
         sequence_grad, *final_grads = output_grads
         unseen = torch._C.DisableTorchFunction()  # a watch that looks at every step takes time
         with unseen, torch.autocast(sequence_grad.device.type, enabled=False):
-            grads = kernels.backward(
-                trace, sequence_grad, tuple(final_grads), with_inputs=ctx.needs_input_grad[3]
-            )
+            grads = trace.backward(sequence_grad, tuple(final_grads), ctx.needs_input_grad[3])
             found = {stand_in: stand_in.gradient(trace, grads) for stand_in in set(ctx.stand_ins)}
         told = [found[stand_in] for stand_in in ctx.stand_ins]
         return None, None, None, grads.inputs, *grads.state, *told
