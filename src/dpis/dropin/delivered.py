@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +42,7 @@ class Delivered:
             inputs: some rows, as the model gets them.
             start: the first of these rows in the batch.
         """
-        verdicts = [
-            self._same(tensor, version, given, start)
-            for given in inputs
-            for tensor, version in self.tensors
-            if self._alike(tensor, given)
-        ]
+        verdicts = [same for given in inputs for _, same in self._compared(given, start)]
         return bool(verdicts) and not any(verdicts)
 
     def numbers_of(self, inputs: Any, start: int) -> dict[int, int] | None:
@@ -62,17 +57,17 @@ class Delivered:
         """
         found: dict[int, int] = {}
         for given in batches.tensors(inputs):
-            number = self._number_of(given, start)
+            number = next((n for n, same in self._compared(given, start) if same), None)
             if number is None:
                 return None
             found[id(given)] = number
         return found
 
-    def _number_of(self, given: Tensor, start: int) -> int | None:
+    def _compared(self, given: Tensor, start: int) -> Iterator[tuple[int, bool]]:
+        """The numbers of the tensors that have the form of an input, and whether each has its contents."""
         for number, (tensor, version) in enumerate(self.tensors):
-            if self._alike(tensor, given) and self._same(tensor, version, given, start):
-                return number
-        return None
+            if self._alike(tensor, given):
+                yield number, self._same(tensor, version, given, start)
 
     def _alike(self, tensor: Tensor, given: Tensor) -> bool:
         dim = self._dim(tensor)

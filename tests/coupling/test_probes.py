@@ -1,0 +1,160 @@
+"""Probes by themselves: what each must refuse, what it must let pass, and when it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
+from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
+from dpis.coupling.loss import LossProbe
+from dpis.coupling.loss_tape import LossTape
+from dpis.coupling.neighbours import (
+    half_of,
+    refuse_coupled_losses,
+    refuse_gradient_of_others,
+    with_one_changed,
+)
+from dpis.coupling.outputs import WatchedOutput, unwatch, watched_outputs
+from dpis.coupling.schedule import Looks
+from dpis.coupling.writes import unwritten
+from dpis.errors import CouplingError
+
+ROWS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_look_that_showed_nothing_is_owed() -> None:
+    looks = Looks()
+    assert looks.now
+    assert [looks.due() for _ in range(3)] == [True, True, False]
+    looks.showed(False)
+    assert looks.due()
+    looks.showed(True)
+    assert [looks.due() for _ in range(4)] == [False, False, False, True]
+
+
+# ── items ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def alone(rows: Tensor) -> Tensor:
+    return 2 * rows
+
+
+def centred(rows: Tensor) -> Tensor:
+    return rows - rows.mean(0)
+
+
+def probes(made: Callable[[Tensor], Tensor]) -> list[Callable[[], None]]:
+    """The same function behind each door."""
+
+    def fetch(places: Any) -> list[Tensor]:
+        return list(made(ROWS[places]))
+
+    def collate(items: list[Tensor]) -> Tensor:
+        return made(torch.stack(items))
+
+    places, collating = list(range(6)), CollateProbe(collate)
+    return [
+        lambda: FetchProbe(fetch).look(places, fetch(places), nullcontext),
+        lambda: collating.look(made(ROWS), collating.keep(list(ROWS)), nullcontext),
+        lambda: AugmentProbe(1, batch_shaped=False).look(ROWS, made(ROWS), made),
+    ]
+
+
+@pytest.mark.parametrize("door", range(3), ids=["fetch", "collate", "augment"])
+def test_items_that_are_made_of_others(door: int) -> None:
+    probes(alone)[door]()
+    with pytest.raises(CouplingError, match=r"mixes.*guarantee would not hold"):
+        probes(centred)[door]()
+
+
+# ── losses ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def differentiate(loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """What a loop does after a forward pass; returns what it kept."""
+    leaf = ROWS.clone().requires_grad_()
+    probe = LossProbe()
+    tape = LossTape(lambda tape, *given: probe.refuse_coupled(*given, [[(leaf, 0)]], tape))
+    outputs = watched_outputs(leaf, tape)
+    kept = [outputs.detach(), outputs.argmax(1), outputs]
+    loss(outputs).backward()
+    unwatch(tape)
+    return kept
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out: (out[:, None] - out[None]).abs().mean(),
+        lambda out: out.square().mean().sqrt(),
+        lambda out: functional.cross_entropy(out, out.argmax(1), reduction="none").topk(1)[0].sum(),
+    ],
+    ids=["pairs", "root", "hardest"],
+)
+def test_losses_that_couple_rows(loss: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CouplingError, match="The loss couples records"):
+        differentiate(loss)
+
+
+def test_what_has_no_gradient_is_plain_after_the_step_and_nothing_hangs_on_tensors() -> None:
+    *plain, outputs = differentiate(lambda out: functional.mse_loss(out, torch.ones(6, 3)))
+    assert [type(tensor) for tensor in plain] == [Tensor, Tensor]
+    assert isinstance(outputs, WatchedOutput)
+    assert not any(vars(tensor) for tensor in (*plain, outputs))
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_one_of_three_records_is_changed_and_no_other_may_move() -> None:
+    for record in range(3):
+        changed = with_one_changed(ROWS, record, 2)
+        moved = (changed != ROWS).any(1).reshape(3, 2).any(1)
+        assert moved.tolist() == [number == record for number in range(3)]
+        refuse_coupled_losses(ROWS.sum(1), changed.sum(1), record, 2)
+        with pytest.raises(CouplingError, match="the loss of another record changed"):
+            refuse_coupled_losses(
+                centred(ROWS).norm(dim=1), centred(changed).norm(dim=1), record, 2
+            )
+
+
+def test_half_of_the_records_are_asked_and_the_others_have_no_gradient() -> None:
+    assert [int(half_of(records).sum()) for records in (1, 2, 5)] == [1, 1, 3]
+    refuse_gradient_of_others(torch.tensor([0.0, torch.nan]), "linear")
+    with pytest.raises(CouplingError, match=r"in linear with weight the losses.*guarantee"):
+        refuse_gradient_of_others(torch.tensor([0.0, 1e-30]), "linear with weight")
+
+
+def test_gradients_and_norms_are_compared_record_by_record() -> None:
+    plain, norms = {"weight": ROWS}, ROWS.double().norm(dim=1)
+    assert disagreements(plain, norms, plain, half=False) == []
+    assert disagreements({"weight": 1.01 * ROWS}, norms, plain, half=False) == ["weight"]
+    assert disagreements(plain, 0.9 * norms, plain, half=False) == ["weight"]
+    assert norms_fit(plain, norms, half=False)
+    assert not norms_fit(plain, 0.9 * norms, half=False)
+    assert same_gradient(ROWS[0], 1.01 * ROWS[0], half=True)
+    assert not same_gradient(ROWS[0], 1.01 * ROWS[0], half=False)
+
+
+def test_a_model_without_its_dropout_for_a_while() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    with without_dropout(model):
+        assert torch.equal(model(ROWS), model(ROWS))
+    assert model.training
+    assert not torch.equal(model(ROWS), model(ROWS))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_write_past_the_version_of_a_parameter(frozen: bool) -> None:
+    model = nn.Linear(3, 3).requires_grad_(not frozen)
+    with unwritten(model):
+        model(ROWS)
+    with pytest.raises(CouplingError, match="wrote to 'weight'"), unwritten(model):
+        model.weight.data += 1
