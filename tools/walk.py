@@ -212,17 +212,21 @@ def steps_of(checkout: Path) -> dict[str, Step]:
         step_on(plain_model, plain_optimizer, inputs[:BATCH], targets[:BATCH])
 
     train = Walker(library, plain)
+    told: dict[str, Any] = {"progress": train}  # as older versions were told
+    if hasattr(dpis, "Training"):
+        told = {"training": dpis.Training(progress=train)}
     with tempfile.TemporaryDirectory() as folder:
         dpis.train(
             nn.Linear(20, 2),
             dataset,
             nn.CrossEntropyLoss(),
+            epsilon=1.0,
             epochs=EPOCHS,
             batch_size=BATCH,
             n_public=RECORDS,
             seed=1,
             out=Path(folder) / "run",
-            progress=train,
+            **told,
         )
     dropin = Walker(library, plain)
     model, optimizer = model_and_optimizer()
