@@ -108,6 +108,15 @@ class TableCell:
         return key_of(self.json_options)
 
 
+def in_todays_words(command: str) -> str:
+    """The command of a row, which may call options by the paper's letters, as `dpis train` takes it now."""
+    flags = {
+        "--" + letter.rstrip("_").replace("_", "-"): JobOptions.called(word)
+        for letter, word in WORDS.items()
+    }
+    return " ".join(flags.get(word, word) for word in command.split(" "))
+
+
 def key_of(options: Mapping[str, Any]) -> str:
     """What tells one run from another, from the options of a row."""
     return json.dumps(options, sort_keys=True)

@@ -10,6 +10,7 @@ from dpis.app.page.charts import figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, page, scrolled, section
 from reproduction import published
+from reproduction.cells import in_todays_words
 from reproduction.figures import epsilon_charts, kappa_charts, noise_charts, work_charts
 from reproduction.rows import Row, counted, mixed, runs_of
 from reproduction.tables import (
@@ -193,7 +194,10 @@ def _figures(rows: Sequence[Row]) -> Iterator[Markup]:
 def _origin(rows: Sequence[Row]) -> Iterator[Markup]:
     yield bullets(_origin_lines(rows))
     if rows:
-        yield tag("p", "Each row names the command that gave it: type it to run that cell again.")
+        yield tag(
+            "p",
+            "Each row names the command that gave it, in today's words: type it to run that cell again.",
+        )
         yield tag(
             "details",
             tag("summary", f"All {len(rows):,} rows and their commands"),
@@ -249,7 +253,7 @@ def _every_row(rows: Sequence[Row]) -> Markup:
         known = isinstance(wall, int | float) and not row.get("resumed")
         cells.append(f"{wall:.0f}" if known else "")
         cells[-2] = cells[-2] if counted(row) else join([cells[-2], tag("small", "not counted")])
-        cells.append(tag("code", row.get("command")))
+        cells.append(tag("code", in_todays_words(str(row.get("command")))))
         lines.append(tag("tr", *(tag("td", cell) for cell in cells)))
     table = tag("table", tag("thead", head), tag("tbody", *lines), class_="numbers rows")
     return scrolled(table, "All rows")

@@ -18,11 +18,14 @@ from reproduction.cells import (
     about_seconds,
     cells_of,
     for_validation,
+    in_todays_words,
     key_of,
 )
 from reproduction.published import TABLE_3_EPSILONS
 from reproduction.recipes import PAPER, RECIPES, RECORDS, TABLE_3
+from reproduction.results import load_rows
 
+RESULTS = Path(__file__).parents[2] / "results"
 TRAIN = typer.main.get_command(app).commands["train"]
 
 
@@ -47,6 +50,15 @@ def test_every_command_says_exactly_the_options_of_its_cell():
         assert JobOptions.from_json({**said, "out": "out"}) == cell.job(Path("out"))
         words = {WORDS.get(k, k) for k, v in cell.options.items() if v is not False}
         assert set(said) == words
+
+
+def test_the_commands_of_rows_can_be_typed_today():
+    for row in load_rows(RESULTS, with_tuning=True):
+        said = parsed(in_todays_words(row["command"]))
+        asked = {WORDS.get(name, name): value for name, value in row["options"].items()}
+        assert {name: str(value) for name, value in said.items()} == {
+            name: str(value) for name, value in asked.items() if value is not False
+        }
 
 
 def test_options_are_accepted_and_the_keys_tell_runs_apart():
