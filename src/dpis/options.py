@@ -279,7 +279,7 @@ class Privacy(Options):
     )
     method: str = _guarantee(
         Method.DPIS,
-        "dpis, dpis-adaptive, dp-sgd, dp-sgd-decay, or sgd (not private).",
+        "How records are drawn and noise is planned; sgd is not private.",
         choices=Method,
     )
     n_public: int | None = _guarantee(

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpis import generators
 from dpis.dropin import session as session_module
-from dpis.dropin.trainer_settings import Privacy
 from dpis.mechanism import mechanism as mechanism_module
+from dpis.options import Privacy
 
 from .loops import quiet
 
@@ -95,11 +95,10 @@ Seen = list[tuple[Tensor, list[Tensor]]]
 """Of every step: the rows as the model was given them, and the masks of its layers."""
 
 
-def privacy(seed: int) -> Privacy:
+def private(seed: int) -> dict[str, Any]:
     """Everybody is drawn in every step."""
-    return Privacy(
-        max_grad_norm=1.0, noise_multiplier=1.0, n_public=RECORDS, method="dp-sgd", seed=seed
-    )
+    privacy = Privacy(n_public=RECORDS, method="dp-sgd")
+    return {"privacy": privacy, "noise_multiplier": 1.0, "seed": seed}
 
 
 def through_hugging_face(
@@ -131,7 +130,7 @@ def through_hugging_face(
         use_cpu=True,
         disable_tqdm=True,
     )
-    Watched(net, arguments, train_dataset=dataset, privacy=privacy(seed)).train()
+    Watched(net, arguments, train_dataset=dataset, **private(seed)).train()
     return seen
 
 
@@ -160,7 +159,7 @@ def through_lightning(
     trainer = lightning.Trainer(
         max_epochs=steps,
         accelerator="cpu",
-        callbacks=[PrivacyCallback(privacy(seed), model="net")],
+        callbacks=[PrivacyCallback(**private(seed), model="net")],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
