@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def passed(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[Any, str]]:
     seen: set[tuple[Any, str]] = set()
     with pytest.MonkeyPatch.context() as patch:
         for target, name in PLACES:
-            original = vars(target)[name] if isinstance(target, type) else getattr(target, name)
+            original = inspect.getattr_static(target, name)
             bound = getattr(target, name) if isinstance(original, classmethod) else original
             patch.setattr(target, name, listened_to(bound, lambda p=(target, name): seen.add(p)))
         for name, settings in RUNS.items():

@@ -36,10 +36,8 @@ class LedgerWriter:
     Example:
         >>> from dpis.accounting import *
         >>> plan = plan_predeclared(Budget(1.0, 1e-5), Workload.create(n_public=1000, batch_size=100, epochs=1))
-        >>> header = Header(claim=plan.budget, adjacency=plan.adjacency, n_public=1000, mode=Mode.PREDECLARED,
-        ...                 n_public_source=CountSource.GIVEN, planned=plan.runs)
         >>> path = getfixture("tmp_path") / "ledger.jsonl"
-        >>> with LedgerWriter.create(path, header) as ledger:
+        >>> with LedgerWriter.create(path, plan.header(CountSource.GIVEN)) as ledger:
         ...     ledger.record("gradient", plan.runs[0].event)
         >>> len(read_ledger(path).entries)
         1
