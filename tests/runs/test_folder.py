@@ -39,9 +39,10 @@ def test_a_new_run_takes_an_empty_folder_only(tmp_path: Path) -> None:
 
 def test_a_refused_folder_is_not_left_locked(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="not empty") as refusal:
         RunFolder(tmp_path).claim_new()
     FolderLock(tmp_path).release()
+    assert refusal.tb is not None  # which holds on to all that was there
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

@@ -173,16 +173,18 @@ class RunFolder:
             occupied = any(path.iterdir())
         except OSError as error:
             raise InputError(f"cannot use {path} as a run folder: {error.strerror}") from None
+        problem = None
         if self.checkpoint.exists():
-            raise InputError(
+            problem = (
                 f"{path} holds an unfinished run: go on with it by resume, or choose another folder"
             )
-        if occupied:
-            raise InputError(
-                f"{path} is not empty: a run needs a folder of its own, choose another"
-            )
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise InputError(f"cannot write to the folder {path}: choose another")
+        elif occupied:
+            problem = f"{path} is not empty: a run needs a folder of its own, choose another"
+        elif not os.access(path, os.W_OK | os.X_OK):
+            problem = f"cannot write to the folder {path}: choose another"
+        if problem is not None:
+            lock.release()
+            raise InputError(problem)
         return lock
 
     def claim(self) -> FolderLock:
