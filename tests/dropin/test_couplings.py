@@ -41,6 +41,7 @@ def test_a_penalty_on_weights_is_refused():
 
 TRAINED_BESIDE = {
     "a head": lambda outputs: nn.Linear(3, 3).double()(outputs),
+    "a scale made of outputs": lambda outputs: outputs * outputs.detach()[0].requires_grad_().exp(),
     "a temperature": lambda outputs: outputs * torch.zeros((), requires_grad=True).exp(),
     "a bias in a list": lambda outputs: torch.stack([outputs, torch.ones(1, 3, requires_grad=True)
                                                      .double().expand(len(outputs), 3)]).sum(0),

@@ -12,7 +12,7 @@ rarely, never for the last time. A look draws from no generator of the user's, a
 |-----------------------------------------|------------------|--------------------------------|---------------------|
 | rows named twice, or held out too       | shared_rows      | once, before training          | indices, addresses  |
 | items made of others (``__getitems__``) | items            | looks, at batches              | 2 fetches           |
-| rows made of others (``collate_fn``)    | items            | looks, until one shows         | 5 to 9 collations   |
+| rows made of others (``collate_fn``)    | items            | looks, until one shows         | 5 to 10 collations  |
 | rows augmented with others              | items            | looks, until one shows         | 1 augmentation      |
 | rows whose gradient depends on padding  | padding,         | looks, at batches; rows longer | 4 rows, 2 ways:     |
 |                                         | padding_trials   | than any before                | collated, run       |
@@ -28,10 +28,12 @@ rarely, never for the last time. A look draws from no generator of the user's, a
 | losses of a loop that couple rows       | loss, loss_tape  | looks, at forward passes       | the loss 15 times   |
 | what is trained beside the model        | outputs          | every call with an output      | a walk up the graph |
 
+Batch normalisation and tables that look at the batch, called as functions, are refused by `gradients`.
+
 What cannot be seen (docs/pitfalls.md says what to do instead):
 
 - *Between two looks*: whatever begins to couple records there, until the next look.
-- *Data sets*: copies of rows, and files that two data sets read; ``__getitem__`` that reads other records, the same
+- *Datasets*: copies of rows, and files that two datasets read; ``__getitem__`` that reads other records, the same
   every time; in ``__getitems__`` an item that takes from one before it.
 - *Padding*: collate functions that draw random numbers for an item, and models that are random without dropout. A
   warning is given where inputs are not tensors of the batch as delivered, and where a row cannot be run by itself. A

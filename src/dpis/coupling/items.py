@@ -26,7 +26,7 @@ Chance = Callable[[], AbstractContextManager[object]]
 
 
 def fetches_at_once(dataset: Any) -> bool:
-    """Whether a data set has ``__getitems__``; a `Subset` asks the data set that it is of."""
+    """Whether a dataset has ``__getitems__``; a `Subset` asks the dataset that it is of."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -39,7 +39,7 @@ class FetchProbe:
     random numbers a transform takes may depend on its item.)
 
     Args:
-        fetch: ``__getitems__`` of a data set.
+        fetch: ``__getitems__`` of a dataset.
     """
 
     def __init__(self, fetch: Fetch) -> None:
@@ -202,14 +202,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 _FETCHED_TOGETHER = (
     "__getitems__ mixes records: an item changed with the company that it was fetched in. Records would couple, and "
     "the privacy guarantee would not hold. Make item i of place i alone, with public numbers; pad in collate_fn; draw "
-    "random numbers from torch, numpy or random alone. Or give a data set with __getitem__ only"
+    "random numbers from torch, numpy or random alone. Or give a dataset with __getitem__ only"
 )
 _COLLATED_TOGETHER = (
     "collate_fn mixes rows: row i must be made of item i alone, but {0} changed with the item of another place. "
     "Records would couple, and weights and norms go to the wrong ones: the privacy guarantee would not hold. Keep "
     "the order of the items (pack with enforce_sorted=False in the model instead of sorting), leave mixtures and "
     "statistics of the batch out, use public numbers, and draw random numbers from torch, numpy or random alone, as "
-    "many for every item: a crop that takes more of them for a longer item belongs in the data set's __getitem__"
+    "many for every item: a crop that takes more of them for a longer item belongs in the dataset's __getitem__"
 )
 _AUGMENTED_TOGETHER = (
     "augment mixes rows (one item changed, others came out different): records would couple and the privacy guarantee "

@@ -2,8 +2,9 @@
 
 They are tensors of a class of their own, as torch offers it: whatever is computed from them is of this class too, and
 passes through `WatchedOutput.__torch_function__`. Nothing is hung on tensors; which belong to a step is kept beside
-them, for as long as they live. Two classes are changed, because nothing else would do: a plain tensor that outputs
-were written into, and at the end of a step what has no gradient, so that a figure that a loop keeps is a plain tensor.
+them, for as long as they live. Classes are changed where nothing else would do: of a plain tensor that outputs were
+written into, of one that the loop begins to train, and at the end of a step of what has no gradient, so that a figure
+that a loop keeps is a plain tensor.
 
 A `TorchFunctionMode` from the forward pass to the step would need no class, and would see less. It belongs to the
 thread that entered it, and a loss may be computed in another. It would be left elsewhere than it was entered, among
@@ -90,7 +91,7 @@ class WatchedOutput(Tensor):
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             for written in (args[0] if args else None, kwargs.get("out")):
-                _watch_from_now_on(written, tape)
+                _reconsider(written, tape)
             if isinstance(result, WatchedOutput):
                 result = _passed_on(result, tape)
             elif isinstance(result, tuple | list):
@@ -106,11 +107,18 @@ def _open_tape_of(tensor: Tensor) -> LossTape | None:
     return tape if tape is not None and tape.open else None
 
 
-def _watch_from_now_on(written: object, tape: LossTape | None) -> None:
-    """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too."""
-    if type(written) is Tensor and written.requires_grad and not written.is_leaf:
+def _reconsider(written: object, tape: LossTape | None) -> None:
+    """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too.
+
+    What was made of outputs and then opened to gradients of its own (``scale.requires_grad_()``) is none.
+    """
+    if not isinstance(written, Tensor) or not written.requires_grad:
+        return
+    if type(written) is Tensor and not written.is_leaf:
         written.__class__ = WatchedOutput
         _passed_on(written, tape)
+    elif isinstance(written, WatchedOutput) and written.is_leaf:
+        written.__class__ = Tensor  # type: ignore[assignment]
 
 
 def _passed_on(tensor: Tensor, tape: LossTape | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether two data sets have rows in common, as far as objects and memory tell."""
+"""Whether two datasets have rows in common, as far as objects and memory tell."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Places = npt.NDArray[np.int64]
 
 
 def share_rows(one: Any, other: Any) -> bool:
-    """Whether a row of one data set is a row of the other, or begins at the same place in memory.
+    """Whether a row of one dataset is a row of the other, or begins at the same place in memory.
 
-    Parts and sums of data sets are looked into. Copies are not noticed, nor are files that both read.
+    Parts and sums of datasets are looked into. Copies are not noticed, nor are files that both read.
 
     Example:
         >>> share_rows(Subset([5, 6, 7], [0, 1]), Subset([5, 6, 7], [0, 1]))  # two lists
@@ -35,7 +35,7 @@ def refuse_rows_named_twice(dataset: Any) -> None:
     """One row under several indices is several records, each drawn by itself: the claim would not hold for its owner.
 
     Raises:
-        InputError: if a `Subset` or `ConcatDataset` names a row of its data set more than once.
+        InputError: if a `Subset` or `ConcatDataset` names a row of its dataset more than once.
     """
     if not isinstance(dataset, Subset | ConcatDataset):
         return
@@ -56,7 +56,7 @@ def refuse_rows_named_twice(dataset: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A data set that is no part or sum of others.
+    """A dataset that is no part or sum of others.
 
     Attributes:
         dataset: itself.
@@ -87,7 +87,7 @@ class _Source:
 
 
 def _sources(dataset: Any, places: Places | None = None) -> Iterator[_Source]:
-    """What a data set is made of in the end."""
+    """What a dataset is made of in the end."""
     if isinstance(dataset, Subset):
         chosen = np.asarray(list(dataset.indices), np.int64) % max(1, len(dataset.dataset))  # type: ignore[arg-type]
         yield from _sources(dataset.dataset, chosen if places is None else chosen[places])

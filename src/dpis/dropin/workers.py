@@ -50,9 +50,9 @@ class Collated(NamedTuple):
 
 
 class WorkerBatches(Dataset[Any]):
-    """The user's data set, asked for whole batches; in all else it is itself.
+    """The user's dataset, asked for whole batches; in all else it is itself.
 
-    Items are made one by one, or at once where the data set can do that. Nobody's items become a batch of length zero,
+    Items are made one by one, or at once where the dataset can do that. Nobody's items become a batch of length zero,
     shaped as any other.
 
     Args:
@@ -115,7 +115,7 @@ class WorkerBatches(Dataset[Any]):
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What a worker sets when it starts is for the data set."""
+        """What a worker sets when it starts is for the dataset."""
         setattr(self._dataset, name, value)
 
 
@@ -132,5 +132,5 @@ class TensorBatches(TensorDataset):
 
 
 def as_made(batch: Any) -> Any:
-    """The collate function of a private loader: its data set has collated already."""
+    """The collate function of a private loader: its dataset has collated already."""
     return batch
