@@ -36,7 +36,7 @@ class TestRefused:
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
     def test_torchscript(self) -> None:
         script = torch.jit.trace(mlp(), torch.randn(2, 6))
-        with pytest.raises(TypeError, match="TorchScript"):
+        with pytest.raises(InputError, match="TorchScript"):
             RecordGradients(nn.Sequential(script), nn.CrossEntropyLoss())
 
     @pytest.mark.parametrize(

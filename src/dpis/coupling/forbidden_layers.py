@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from dpis.errors import CouplingError
+from dpis.errors import CouplingError, InputError
 
 
 def checked_model(module: nn.Module) -> nn.Module:
@@ -24,12 +24,12 @@ def checked_model(module: nn.Module) -> nn.Module:
 
     Raises:
         CouplingError: for batch normalisation in training mode, running statistics, and tables with a ``max_norm``.
-        TypeError: for TorchScript.
+        InputError: for TorchScript.
     """
     module = getattr(module, "_orig_mod", module)
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
-            raise TypeError(
+            raise InputError(
                 f"A module of torch.nn was required, '{name or type(layer).__name__}' is a "
                 "TorchScript module: what it calls cannot be seen, so gradients of single records "
                 "cannot be computed and nothing could be clipped. Give the module it was made from."

@@ -86,16 +86,7 @@ def make_plan(
         batches.take(batch, batches.rows_of_records(torch.arange(n, device=device), K))
         for n in (2, 3)
     )
-    constants: Plan = {}
-    for _ in range(MOST_ROUNDS):
-        few, more = traced(constants, two), traced(constants, three)
-        judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
-        found = _constants(few, more, judged)
-        if found.keys() == constants.keys():
-            break
-        constants = found
-    else:
-        raise GradientError(_TOO_LONG_A_CHAIN)
+    constants, judged, more = _follow_constants(traced, two, three, K)
     batch_shaped = any(use.batch_shaped for use in more.uses.values())
     ran_again = False
     for record in range(3):
@@ -118,8 +109,27 @@ def make_plan(
     return Findings(constants | judged, _bytes(more) // 3, batch_shaped, ran_again)
 
 
+def _follow_constants(
+    traced: Callable[[Plan, Batch], Trace], two: Batch, three: Batch, K: int
+) -> tuple[Plan, Plan, Trace]:
+    """Follow the calls that depend on no record, link by link, until a round shows no other.
+
+    Returns:
+        These calls; the verdicts on all others; and the pass on three records that shows them.
+    """
+    constants: Plan = {}
+    for _ in range(MOST_ROUNDS):
+        few, more = traced(constants, two), traced(constants, three)
+        judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
+        found = _constants(few, more, judged)
+        if found.keys() == constants.keys():
+            return constants, judged, more
+        constants = found
+    raise GradientError(_TOO_LONG_A_CHAIN)
+
+
 def _constants(few: Trace, more: Trace, judged: Plan) -> Plan:
-    """The calls that depend on no record, as far as this round tells.
+    """The calls that depend on no record, as far as one round tells.
 
     To follow the result of one such call may show others, and may change the keys of those that use
     it: what no longer holds is dropped, and a further round decides.
