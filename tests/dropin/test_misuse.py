@@ -30,6 +30,26 @@ from .loops import BATCH, RECORDS, data, first_batch, mlp, private
 # ── the wrong optimizer, the wrong model ─────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("how", ["appended", "a group"])
+def test_parameters_given_to_the_optimizer_later_are_not_stepped(how: str):
+    """By a gradient that is neither clipped nor noised."""
+    loop, stranger = private(), nn.Parameter(torch.zeros(1).double())
+    _, inputs, targets = first_batch(loop)
+    if how == "appended":
+        loop.optimizer.param_groups[0]["params"].append(stranger)
+    else:
+        loop.plain_optimizer.add_param_group({"params": [stranger]})
+    before = loop.weights
+    functional.cross_entropy(loop.model(inputs), targets).backward()
+    (stranger * inputs.sum()).sum().backward()
+    spent = len(loop.engine.accountant)
+    with pytest.raises(MisuseError, match="given parameters after make_private"):
+        loop.optimizer.step()
+    assert float(stranger.detach()) == 0
+    assert torch.equal(loop.weights, before)
+    assert len(loop.engine.accountant) == spent
+
+
 def test_the_original_optimizer_cannot_be_stepped():
     loop = private()
     _, inputs, targets = first_batch(loop)

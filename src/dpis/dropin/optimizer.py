@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from dpis.dropin.session import Session
@@ -24,6 +24,7 @@ class PrivateOptimizer(Optimizer):
         self.original_optimizer = original
         self._session = session
         self._skip = False
+        self._protected = set(map(id, _stepped(original)))
         original.register_step_pre_hook(self._refuse_unguarded)
 
     # ── what belongs to the wrapped optimizer ────────────────────────────────────────────────────────
@@ -110,6 +111,7 @@ class PrivateOptimizer(Optimizer):
         if self._skip:
             self._session.fold()
             return loss
+        self._refuse_strangers()
         update = self._session.release()
         if update is None:  # more parts of the batch are to come
             return loss
@@ -132,6 +134,13 @@ class PrivateOptimizer(Optimizer):
             "Make it private again with all of them"
         )
 
+    def _refuse_strangers(self) -> None:
+        if any(id(parameter) not in self._protected for parameter in _stepped(self)):
+            raise MisuseError(
+                "the optimizer was given parameters after make_private: it would step them by gradients that are "
+                "neither clipped nor noised. Make it private again with all of them. Nothing was released"
+            )
+
     def _refuse_unguarded(self, *_: object) -> None:
         if not self._session.stepping:
             raise MisuseError(
@@ -152,6 +161,10 @@ class PrivateOptimizer(Optimizer):
         return f"PrivateOptimizer({self.original_optimizer!r})"
 
 
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def checked_optimizer(optimizer: Optimizer, module: nn.Module) -> Optimizer:
     """The optimizer itself, if it steps what is trained and nothing else.
 
@@ -164,9 +177,7 @@ def checked_optimizer(optimizer: Optimizer, module: nn.Module) -> Optimizer:
         raise InputError(
             "LBFGS computes the loss several times a step, and each would have to be paid for. Use SGD or Adam"
         )
-    stepped = {
-        id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
-    }
+    stepped = {id(p) for p in _stepped(optimizer) if p.requires_grad}
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     missing = [name for key, name in trained.items() if key not in stepped]
     if missing or stepped - trained.keys():

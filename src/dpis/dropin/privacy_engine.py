@@ -16,7 +16,7 @@ from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
 from dpis.dropin.request import Request
-from dpis.dropin.session import Session
+from dpis.dropin.session import FULL_PRECISION, Session
 from dpis.dropin.spent import SpentSoFar
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
@@ -299,4 +299,15 @@ def _checked_module(module: nn.Module) -> nn.Module:
         )
     if not module.training:
         raise InputError("the module is in evaluation mode: call module.train() first")
+    kinds = {
+        str(p.dtype)
+        for p in module.parameters()
+        if p.requires_grad and p.dtype not in FULL_PRECISION
+    }
+    if kinds:
+        raise InputError(
+            f"trainable parameters must be float32 or float64, found {', '.join(sorted(kinds))}: in half precision the "
+            "gradients of a mean are rounded by the number of drawn records, so one record would change those of all "
+            "others; complex ones are not supported. Call module.float() first"
+        )
     return checked_model(module)

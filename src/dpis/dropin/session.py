@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from dpis import batches
@@ -28,6 +29,8 @@ from dpis.gradients.deferred import DeferredGradients, Pass
 from dpis.mechanism import Mechanism
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
+
+FULL_PRECISION = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +179,7 @@ class Session:
         self._require_unchanged()
         if self._current is None or self._sum is None:
             return self._look(args, kwargs)
+        self._require_full_precision()
         inputs = list(batches.tensors((args, dict(kwargs))))
         if any(tensor.requires_grad for tensor in inputs):
             raise MisuseError(
@@ -252,6 +256,17 @@ class Session:
                 "the model was changed after make_private: trainable parameters were replaced, added, frozen or "
                 "thawed. Their gradients would be neither clipped nor noised. Change the model first, then make it "
                 "private"
+            )
+
+    def _require_full_precision(self) -> None:
+        """Gradients of a mean carry the number of rows: rounded to half precision, all of them move with one record."""
+        parameters = self.gradients.parameters.values()
+        halved = any(p.dtype not in FULL_PRECISION for p in parameters)
+        if halved or any(torch.is_autocast_enabled(p.device.type) for p in parameters):
+            raise MisuseError(
+                "float32 or float64 is required, found autocast or a model in half precision: the gradients of a mean "
+                "are rounded after they were divided by the number of drawn records, so one record more would change "
+                "those of all others, by more than the noise is made for. Leave autocast out, and call model.float()"
             )
 
     @property
