@@ -41,7 +41,7 @@ def moved_by_one_more(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> float:
         loop = private(
             deep(),
             TensorDataset(inputs[:records], torch.zeros(records, dtype=torch.long)),
-            sampling="uniform",
+            method="dp-sgd",
             n_public=RECORDS,
             max_grad_norm=0.1,
             loader={"batch_size": RECORDS},
