@@ -11,8 +11,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 
 INTRODUCTION = """# Options
 
-Made from `src/dpis/options.py` and `src/dpis/app/jobs/options.py` by `tools/options_table.py`: do not
-edit it by hand. An option has one name through every door:
+`tools/options_table.py` makes this page from `src/dpis/options.py` and
+`src/dpis/app/jobs/options.py`: do not edit it by hand. An option has one name through every door:
 
 | door | how it is said |
 |---|---|
