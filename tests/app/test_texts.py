@@ -31,9 +31,9 @@ def _made_up(monkeypatch):
     vectors = torch.randn(len(WORDS), 100, generator=torch.Generator().manual_seed(0))
     glove = WordVectors(WORDS, vectors, torch.arange(len(WORDS)))
     data = TextDataset("imdb", *reviews(600, 0), *reviews(100, 1), ("negative", "positive"), "none")
-    for module in ("jobs.pipeline", "models"):
+    for module in ("app.jobs.pipeline", "models.kinds"):
         monkeypatch.setattr(f"dpis.{module}.load_glove", lambda vocabulary=None: glove)
-    for module in ("jobs.sources", "jobs.finished_run"):
+    for module in ("app.jobs.sources", "app.jobs.finished_run"):
         monkeypatch.setattr(f"dpis.{module}.load", lambda name: data)
 
 
