@@ -250,3 +250,20 @@ def test_help_is_readable():
         assert doc, name
         if name.startswith("make") or "checkpoint" in name:
             assert all(f"    {a}:" in doc for a in arguments), name
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"method": "dp-sgd-decay", "decay_rate": 0.3},
+        {"contribution": "reject"},
+        {"method": "dpis-adaptive", "contribution": "reject", "reserve_share": 0.5},
+        {"accountant": "rdp", "equivalent_batch": 16.0},
+        {"floor": 0.2, "kappa": "1:0.5"},
+    ],
+    ids=lambda asked: ", ".join(asked),
+)
+def test_what_the_table_offers_a_loop_keeps_its_budget(asked: dict[str, Any]) -> None:
+    loop = private(epochs=2, n_public=200, dataset=data(200), **asked).train(2)
+    assert loop.weights.isfinite().all()
+    assert 0 < loop.engine.get_epsilon(DELTA) <= 2.0
