@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpis.accounting import Ledger, read_ledger, verify_ledger
-from dpis.options import Privacy, Training, knobs
+from dpis.options import Method, Privacy, Training, knobs
 from dpis.training import Result, train
 from dpis.training.progress import Silent, Standing
 
@@ -53,7 +53,9 @@ def fit(out: Path, model: nn.Module | None = None, dataset: Any = None, **settin
     if "loss" not in settings and "objective" not in settings:
         settings["loss"] = nn.CrossEntropyLoss()
     model = linear() if model is None else model
-    asked = {**defaults, **settings}
+    method = settings.get("method", Method.DPIS)
+    unused = {name for name, knob in knobs(Privacy).items() if method not in knob.used_by}
+    asked = {name: value for name, value in defaults.items() if name not in unused} | settings
     privacy = Privacy(**{name: asked.pop(name) for name in knobs(Privacy) if name in asked})
     training = Training(**{name: asked.pop(name) for name in knobs(Training) if name in asked})
     dataset = points() if dataset is None else dataset

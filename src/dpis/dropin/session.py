@@ -31,6 +31,10 @@ from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
 
 FULL_PRECISION = (torch.float32, torch.float64)
+SUM_INSTEAD = (
+    "Sum the loss over the batch (reduction='sum') and say so by make_private(loss_reduction='sum'), or train in "
+    "float32"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,11 +266,12 @@ class Session:
         """Gradients of a mean carry the number of rows: rounded to half precision, all of them move with one record."""
         parameters = self.gradients.parameters.values()
         halved = any(p.dtype not in FULL_PRECISION for p in parameters)
-        if halved or any(torch.is_autocast_enabled(p.device.type) for p in parameters):
+        autocast = any(torch.is_autocast_enabled(p.device.type) for p in parameters)
+        if self._mean and (halved or autocast):
             raise MisuseError(
-                "float32 or float64 is required, found autocast or a model in half precision: the gradients of a mean "
-                "are rounded after they were divided by the number of drawn records, so one record more would change "
-                "those of all others, by more than the noise is made for. Leave autocast out, and call model.float()"
+                "float32 or float64 is required for a mean, found autocast or a model in half precision: gradients are "
+                "rounded after they were divided by the number of drawn records, so one record more would change those "
+                f"of all others, by more than the noise is made for. {SUM_INSTEAD}"
             )
 
     @property

@@ -21,7 +21,7 @@ from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
 from dpis.mechanism import Config
-from dpis.options import Privacy, Training
+from dpis.options import Method, Privacy, Training
 from dpis.randomness import Key
 from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
@@ -93,6 +93,7 @@ def train(
         Budget(epsilon=2.0, delta=1e-05)
     """
     privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
+    privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
     device = to_device(training.device)
     model = checked_model(model).to(device)
