@@ -15,7 +15,7 @@ from dpis.app.entry import run
 from dpis.errors import InputError
 
 if TYPE_CHECKING:
-    from reproduction.cells import Choice, TableCell
+    from reproduction.table_cells import CellChoice, TableCell
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ def _table_command(table: str, text: str) -> None:
         runs: RunsFolder = RUNS,
         list_only: ListOnly = False,
     ) -> None:
-        from reproduction.cells import cells_of
+        from reproduction.table_cells import cells_of
 
         chosen = _choice(datasets, methods, recipes, accountants, epsilons, seeds)
         _run(cells_of(table, chosen), results, runs, processes, budget_minutes, list_only)
@@ -102,7 +102,7 @@ def tune(
     changes: Changes = None,
 ) -> None:
     """Cells of Table 3 measured on a tenth of the training records, to choose settings; the test set stays unread."""
-    from reproduction.cells import cells_of, for_validation
+    from reproduction.table_cells import cells_of, for_validation
 
     chosen = _choice(datasets, methods, recipes, accountants, epsilons, seeds)
     cells = [for_validation(cell, changes or ()) for cell in cells_of("table3", chosen)]
@@ -121,7 +121,7 @@ def report(
 ) -> None:
     """The tables beside the paper's, and figures, from the rows that are there."""
     from dpis.runs.folder import write_whole
-    from reproduction.report import render_page, render_text
+    from reproduction.pages import render_page, render_text
     from reproduction.results import some_rows
 
     rows = some_rows(results)
@@ -155,10 +155,10 @@ def _choice(
     accountants: Names,
     epsilons: Names,
     seeds: str,
-) -> Choice:
-    from reproduction.cells import Choice
+) -> CellChoice:
+    from reproduction.table_cells import CellChoice
 
-    return Choice(
+    return CellChoice(
         datasets=_listed("--datasets", datasets, str),
         methods=_listed("--methods", methods, str),
         recipes=_listed("--recipes", recipes, str),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dpis.errors import InputError
 from dpis.runs.folder import FolderLock
-from reproduction.cells import TableCell, key_of
 from reproduction.rows import Row, row_from_line
+from reproduction.table_cells import TableCell, key_of
 
 TUNING = "tuning"
 """The file of rows that were measured on a validation split."""

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from dpis.errors import InputError
 from dpis.options import Privacy
-from reproduction.cells import TABLES
 from reproduction.recipes import RECORDS
+from reproduction.table_cells import TABLES
 
 Row = Mapping[str, Any]
 """One line of results/*.jsonl."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dpis.errors import DpisError
-from reproduction.cells import TableCell
 from reproduction.results import Results
 from reproduction.rows import Row
+from reproduction.table_cells import TableCell
 
 Say = Callable[[str], None]
 

@@ -224,7 +224,7 @@ def test_the_clip_norm_adapts_by_a_word(where: str, monkeypatch: pytest.MonkeyPa
 
 def test_options_of_training_arrive_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers are read back from what the job is made of."""
-    from dpis.app.jobs.options import JobOptions
+    from dpis.app.jobs.job_options import JobOptions
 
     said = {"epochs": 7, "batch_size": 9, "lr": 0.5, "optimizer": "adam", "ema": 0.9}
     said |= {"augment": "shift", "augmentations": 3, "physical_batch": 11, "device": "cpu"}
@@ -346,7 +346,7 @@ def test_what_was_said_is_known_and_survives_copies() -> None:
 
 
 def test_every_option_says_what_it_is() -> None:
-    from dpis.app.jobs.options import JobOptions
+    from dpis.app.jobs.job_options import JobOptions
 
     for table in (Privacy, Training, JobOptions):
         assert {field.name for field in fields(table)} == knobs(table).keys()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.options import EVERY, PRIVATE, Knob, Privacy, Training, default_in_words, knobs
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
@@ -12,7 +12,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 INTRODUCTION = """# Options
 
 `tools/options_table.py` makes this page from `src/dpis/options.py` and
-`src/dpis/app/jobs/options.py`: do not edit it by hand. An option has one name through every door:
+`src/dpis/app/jobs/job_options.py`: do not edit it by hand. An option has one name through every
+door:
 
 | door | how it is said |
 |---|---|

@@ -2,7 +2,7 @@
 
 `Privacy` is what protects the records, `Training` is how the model is fitted. The command line, `dpis.train`, the
 drop-in, the checks and docs/options.md are made from these fields: a new option is a new field. The command line's own
-options (files, named models) stand beside them in `dpis.app.jobs.options`, declared in the same way.
+options (files, named models) stand beside them in `dpis.app.jobs.job_options`, declared in the same way.
 """
 
 # ruff: noqa: RUF009 (knob makes fields, not values)

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from dpis.app.jobs import sources
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.errors import DpisError
 from dpis.files.split import split_by_coins
 from dpis.randomness import Key

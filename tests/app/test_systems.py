@@ -11,7 +11,7 @@ import torch
 from dpis.accounting import verify_ledger
 from dpis.app.entry import main
 from dpis.app.jobs import training
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.app.jobs.pipeline import Pipeline
 from dpis.errors import InputError
 from dpis.features import channels

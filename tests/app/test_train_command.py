@@ -398,7 +398,7 @@ def test_a_model_is_measured_on_records_of_its_own_shape(capsys, monkeypatch):
 
 def test_the_plain_preprocessing_says_what_the_package_says(tmp_path):
     from dpis.app.jobs.pipeline import Pipeline
-    from dpis.files.records import encode_features, open_records
+    from dpis.files.reading import encode_features, open_records
     from dpis.files.schema import Schema
 
     cells = ["3.0", " 3 ", "3", "007", "NA", "inf", "-inf", "", "nan", "1e400", "-7", "red", "250"]

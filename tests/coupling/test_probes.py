@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
 from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
+from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.neighbours import (
@@ -22,7 +23,6 @@ from dpis.coupling.neighbours import (
     with_one_changed,
 )
 from dpis.coupling.outputs import WatchedOutput, unwatch, watched_outputs
-from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError
 

@@ -11,7 +11,7 @@ from reproduction.figures import (
     work_charts,
 )
 from reproduction.noise_causes import causes_of
-from reproduction.report import render_page, render_text
+from reproduction.pages import render_page, render_text
 from tests.app.page.html_checks import check_page
 from tests.app.page.made_up import adaptive_history, many_rows, row
 from tests.app.page.test_charts import HOSTILE

@@ -14,10 +14,10 @@ from dpis.errors import DpisError, InputError
 from dpis.runs.folder import FolderLock, RunFolder
 from reproduction import runner
 from reproduction.__main__ import main
-from reproduction.cells import TableCell
 from reproduction.ledgers import check_ledgers
 from reproduction.results import Results, ledger_path, load_rows
 from reproduction.rows import NEEDED
+from reproduction.table_cells import TableCell
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +210,7 @@ def test_a_killed_runner_takes_its_cells_along_and_they_can_be_taken_up(tmp_path
     script.write_text(
         "from pathlib import Path\n"
         "from reproduction import runner\n"
-        "from reproduction.cells import TableCell\n"
+        "from reproduction.table_cells import TableCell\n"
         "from reproduction.results import Results\n"
         "if __name__ == '__main__':\n"
         f"    runner.run_missing([{long!r}], Results(Path('results')), Path('runs'), processes=1,\n"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from reproduction.cells import Choice, cells_of, for_validation, key_of
 from reproduction.ledgers import check_ledgers
+from reproduction.pages import render_text
 from reproduction.recipes import RECORDS
-from reproduction.report import render_text
 from reproduction.results import ledger_path, load_rows
+from reproduction.table_cells import CellChoice, cells_of, for_validation, key_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 ROWS = load_rows(RESULTS, with_tuning=True)
@@ -42,7 +42,7 @@ def test_no_setting_tried_was_better_than_the_one_in_use_by_a_standard_error(whi
     dataset, method, recipe, accountant, epsilon, seed = which
     private = epsilon is not None
     accountants, epsilons = ([accountant], [epsilon]) if private else (None, None)
-    choice = Choice([dataset], [method], [recipe], accountants, epsilons, [seed])
+    choice = CellChoice([dataset], [method], [recipe], accountants, epsilons, [seed])
     (cell,) = cells_of("table3", choice)
     in_use = for_validation(cell, ()).key
     accuracy = {key_of(row["options"]): row["test_accuracy"] for row in searches()[which]}

@@ -20,7 +20,7 @@ from dpis import generators as chance
 from dpis.coupling import items as fetching
 from dpis.coupling.differences import differ
 from dpis.coupling.items import CollateProbe
-from dpis.coupling.schedule import Looks
+from dpis.coupling.looks import Looks
 from dpis.errors import CouplingError, DpisError
 from dpis.files import users as users_module
 from dpis.mechanism import secret_state

@@ -5,7 +5,7 @@ released values and of public numbers alone. Nobody can prove that of code that 
 a probe does again what was done, with other neighbours and the same random numbers, and refuses what changes. Probes
 take tensors, modules and functions, and are called by those who run them: `training`, `dropin`, `gradients`.
 
-*Looks* are the 1st, 2nd, 4th, 8th, … occasion, counted by each probe for itself (`schedule.Looks`): early, ever more
+*Looks* are the 1st, 2nd, 4th, 8th, … occasion, counted by each probe for itself (`looks.Looks`): early, ever more
 rarely, never for the last time. A look draws from no generator of the user's, and leaves no trace in a model.
 
 | what is looked for                      | module           | when                           | cost of a look      |

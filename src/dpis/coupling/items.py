@@ -16,7 +16,7 @@ from torch.utils.data import Subset, default_collate
 from dpis import batches
 from dpis.batches import Batch
 from dpis.coupling.differences import FEW, MORE, NO_ROW, copied, differ, differing_rows, shapes
-from dpis.coupling.schedule import Looks
+from dpis.coupling.looks import Looks
 from dpis.errors import CouplingError, InputError
 
 Fetch = Callable[[list[int]], Sequence[Any]]

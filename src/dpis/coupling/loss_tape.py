@@ -38,7 +38,7 @@ class _Coins:
 
 
 @dataclass(eq=False)
-class Call:
+class TapeCall:
     """One function of torch, and what it was given."""
 
     function: Callable[..., Any]
@@ -63,7 +63,7 @@ class LossTape:
 
     def __init__(self, look: Look) -> None:
         self.look, self.open = look, True
-        self._calls: list[Call] = []
+        self._calls: list[TapeCall] = []
         self._slots: dict[int, int] = {}
         self._held: list[Tensor] = []  # in the order of slots, so that no id is given twice
         self._leaves: dict[int, Tensor] = {}
@@ -91,14 +91,14 @@ class LossTape:
 
     # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
-    def before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Call | None:
+    def before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> TapeCall | None:
         """A call that is about to happen; None, where it cannot be written down (inside of ``vmap``)."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         devices = {tensor.device for tensor in batches.tensors((args, kwargs))}
         kind = next(batches.tensors((args, kwargs))).device.type
         written = next((t for t in batches.tensors((kwargs.get("out"), args[:1]))), None)
-        return Call(
+        return TapeCall(
             function,
             self._without_tensors(args),
             self._without_tensors(kwargs),
@@ -113,7 +113,7 @@ class LossTape:
             (written, _version(written)),
         )
 
-    def after(self, call: Call, result: Any) -> None:
+    def after(self, call: TapeCall, result: Any) -> None:
         """It has happened."""
         written, version = call.written
         wrote = written is not None and _version(written) != version
@@ -176,7 +176,7 @@ class LossTape:
         return values.get(wanted)
 
 
-def _done_again(call: Call, values: Mapping[int, Tensor]) -> Any:
+def _done_again(call: TapeCall, values: Mapping[int, Tensor]) -> Any:
     def filled(given: Any) -> Any:
         if isinstance(given, _Slot):
             return values[given.number]

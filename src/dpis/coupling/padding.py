@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from dpis.batches import Batch
 from dpis.coupling.differences import copied, differ
 from dpis.coupling.items import Chance, Collate
-from dpis.coupling.schedule import Looks
+from dpis.coupling.looks import Looks
 from dpis.generators import GeneratorStates
 
 ASKED = 4

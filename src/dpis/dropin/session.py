@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from dpis import batches
+from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.outputs import unwatch
 from dpis.coupling.padding import PaddedOtherwise
 from dpis.coupling.padding_trials import PaddingTrials
-from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered

@@ -18,8 +18,8 @@ from dpis import batches
 from dpis.batches import Batch
 from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
 from dpis.coupling.forbidden_layers import checked_model
+from dpis.coupling.looks import Looks
 from dpis.coupling.neighbours import half_of
-from dpis.coupling.schedule import Looks
 from dpis.errors import GradientError, InputError
 from dpis.gradients.backward import left_to_fallback, run_backward
 from dpis.gradients.call_plan import (

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpis.accounting import Terms
+from dpis.coupling.looks import Looks
 from dpis.coupling.padding import SEES_PADDING
-from dpis.coupling.schedule import Looks
 from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from dpis.app.page import read_run, render_run
-from reproduction.report import render_page
+from reproduction.pages import render_page
 
 from .made_up import many_rows
 from .test_run_page import make_run

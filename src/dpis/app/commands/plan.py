@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dpis.app.commands.flags import flag, with_flags
-from dpis.app.jobs.options import PlanOptions
+from dpis.app.jobs.job_options import PlanOptions
 
 SAID = ("epsilon", "n_public", "batch_size", "epochs")
 """What a plan cannot do without."""

@@ -29,7 +29,7 @@ from dpis.accounting import (
 from dpis.accounting.header import Mode
 from dpis.accounting.renyi import renyi_divergence
 from dpis.accounting.workload import releases_over_run
-from dpis.app.jobs.options import PlanOptions
+from dpis.app.jobs.job_options import PlanOptions
 from dpis.errors import InputError
 
 

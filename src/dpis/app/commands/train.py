@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dpis.app.commands.flags import flag, with_flags
-from dpis.app.jobs.options import JobOptions, shell_knobs
+from dpis.app.jobs.job_options import JobOptions, shell_knobs
 from dpis.errors import InputError
 from dpis.options import default_in_words
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpis.app.jobs.options import SAMPLE, is_file
+from dpis.app.jobs.job_options import SAMPLE, is_file
 from dpis.app.jobs.pipeline import Content, Pipeline
 from dpis.datasets.named import TextDataset, load
 from dpis.datasets.sample import load_sample
 from dpis.errors import InputError
 from dpis.files.preprocessing import ArrayPreprocessing, TextPreprocessing
-from dpis.files.records import encode_evaluation, encode_features
+from dpis.files.reading import encode_evaluation, encode_features
 from dpis.models.kinds import ModelKind, model_kind
 from dpis.runs.folder import RunFolder
 from dpis.runs.summary import read_summary

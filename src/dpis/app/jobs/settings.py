@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpis.accounting import Release
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.app.jobs.sources import RecordSource
 from dpis.app.jobs.systems import System
 from dpis.errors import InputError

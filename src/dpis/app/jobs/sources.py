@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dpis.accounting import Release
-from dpis.app.jobs.options import SAMPLE, JobOptions, is_file
+from dpis.app.jobs.job_options import SAMPLE, JobOptions, is_file
 from dpis.app.jobs.pipeline import Content
 from dpis.datasets.named import ImageDataset, TextDataset, load
 from dpis.datasets.sample import load_sample
@@ -24,7 +24,7 @@ from dpis.files.preprocessing import (
     Preprocessing,
     TextPreprocessing,
 )
-from dpis.files.records import RawRecords, encode_evaluation, open_records
+from dpis.files.reading import RawRecords, encode_evaluation, open_records
 from dpis.files.scaling import bounds_from_counts, sensitivity
 from dpis.files.schema import Schema
 from dpis.files.split import split_by_coins

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.app.jobs.pipeline import Pipeline
 from dpis.app.jobs.settings import (
     average_decay,

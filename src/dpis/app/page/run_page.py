@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dpis.accounting import Mode
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.app.page import sentences
 from dpis.app.page.charts import Chart, Series, figures
 from dpis.app.page.markup import Child, Markup, join, tag

@@ -32,7 +32,7 @@ from dpis.gradients.rules.recurrent.layer import Layer, LayerGrads, LayerTrace
 from dpis.gradients.rules.recurrent.steps import Timetable
 
 # x W_ihᵀ + b_ih, or h W_hhᵀ + b_hh, or u W_hrᵀ.
-Target = Literal["input gates", "hidden gates", "projection"]
+FedInto = Literal["input gates", "hidden gates", "projection"]
 
 
 class Form(Enum):
@@ -57,14 +57,14 @@ class StandIn:
 
     form: Form
     direction: int
-    of: Target
+    of: FedInto
     role: Role | None
     shape: tuple[int, ...]
 
     @staticmethod
     def for_parameter(role: Role, direction: int, layer: Layer, parameter: Tensor) -> StandIn:
         """The stand-in that tells the gradients of one parameter."""
-        of: Target = "hidden gates"
+        of: FedInto = "hidden gates"
         if role == "weight_hr":
             of = "projection"
         elif role in ("weight_ih", "bias_ih") or layer.cell.adds_gates:

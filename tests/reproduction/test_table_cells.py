@@ -8,29 +8,29 @@ import pytest
 import typer
 
 from dpis.app.entry import app
-from dpis.app.jobs.options import JobOptions
+from dpis.app.jobs.job_options import JobOptions
 from dpis.errors import InputError
 from reproduction.__main__ import main
-from reproduction.cells import (
+from reproduction.published import TABLE_3_EPSILONS
+from reproduction.recipes import PAPER, RECIPES, RECORDS, TABLE_3
+from reproduction.results import load_rows
+from reproduction.table_cells import (
     TABLES,
     WORDS,
-    Choice,
+    CellChoice,
     about_seconds,
     cells_of,
     for_validation,
     in_todays_words,
     key_of,
 )
-from reproduction.published import TABLE_3_EPSILONS
-from reproduction.recipes import PAPER, RECIPES, RECORDS, TABLE_3
-from reproduction.results import load_rows
 
 RESULTS = Path(__file__).parents[2] / "results"
 TRAIN = typer.main.get_command(app).commands["train"]
 
 
 def every_cell():
-    return [cell for table in TABLES for cell in cells_of(table, Choice())]
+    return [cell for table in TABLES for cell in cells_of(table, CellChoice())]
 
 
 def parsed(command):
@@ -73,7 +73,9 @@ def test_options_are_accepted_and_the_keys_tell_runs_apart():
 
 
 def test_table_3_has_every_method_of_the_paper_at_every_epsilon():
-    cells = cells_of("table3", Choice(datasets=["fmnist"], recipes=["paper"], accountants=["rdp"]))
+    cells = cells_of(
+        "table3", CellChoice(datasets=["fmnist"], recipes=["paper"], accountants=["rdp"])
+    )
     methods = {"dp-sgd", "dp-sgd-ts", "dp-sgd-decay", "dp-sgd-hf", "dpis-adaptive"}
     assert {(c.method, c.epsilon) for c in cells if c.epsilon} == {
         (method, epsilon) for method in methods for epsilon in TABLE_3_EPSILONS
@@ -84,23 +86,23 @@ def test_table_3_has_every_method_of_the_paper_at_every_epsilon():
 @pytest.mark.parametrize("epsilons", [[1.0, 7.0], [float("nan")], [float("inf")], [-1.0]])
 def test_an_epsilon_that_a_table_does_not_have_is_refused(epsilons):
     with pytest.raises(InputError, match=r"one of 0.5, 1, 2, 3, 4 in table3, found"):
-        cells_of("table3", Choice(epsilons=epsilons))
+        cells_of("table3", CellChoice(epsilons=epsilons))
     with pytest.raises(InputError, match=r"epsilon must be one of 1 in table5, found 3"):
-        cells_of("table5", Choice(epsilons=[3.0]))
+        cells_of("table5", CellChoice(epsilons=[3.0]))
 
 
 def test_what_has_no_epsilon_is_not_among_those_of_one_unless_named():
-    asked = cells_of("table3", Choice(epsilons=[1.0]))
+    asked = cells_of("table3", CellChoice(epsilons=[1.0]))
     assert {cell.epsilon for cell in asked} == {1.0}
-    named = cells_of("table3", Choice(epsilons=[1.0], methods=["sgd", "dpis"]))
+    named = cells_of("table3", CellChoice(epsilons=[1.0], methods=["sgd", "dpis"]))
     assert {cell.epsilon for cell in named} == {None, 1.0}
 
 
 def test_a_seed_named_twice_counts_once_and_none_is_negative():
-    once = cells_of("table3", Choice(seeds=[0]))
-    assert cells_of("table3", Choice(seeds=[0, 0])) == once
+    once = cells_of("table3", CellChoice(seeds=[0]))
+    assert cells_of("table3", CellChoice(seeds=[0, 0])) == once
     with pytest.raises(InputError, match="from 0 on, found -1"):
-        Choice(seeds=[0, -1])
+        CellChoice(seeds=[0, -1])
 
 
 @pytest.mark.parametrize("minutes", ["-5", "nan"])
@@ -120,7 +122,7 @@ def test_the_papers_row_has_the_papers_settings():
     ):
         (cell,) = cells_of(
             "table3",
-            Choice(
+            CellChoice(
                 datasets=[dataset], recipes=["paper"], methods=["dpis-adaptive"], epsilons=[1.0]
             ),
         )
@@ -143,7 +145,9 @@ def test_the_ablation_differs_from_dpis_in_its_sampling_alone():
         dpis, uniform = (
             cells_of(
                 "table3",
-                Choice(datasets=[dataset], recipes=[r], methods=["dpis-adaptive"], epsilons=[1.0]),
+                CellChoice(
+                    datasets=[dataset], recipes=[r], methods=["dpis-adaptive"], epsilons=[1.0]
+                ),
             )[0]
             for r in ("paper", "same-schedule-uniform")
         )
@@ -159,14 +163,14 @@ def test_the_ablation_differs_from_dpis_in_its_sampling_alone():
 def test_cells_shared_by_two_tables_are_one_run():
     (row,) = cells_of(
         "table3",
-        Choice(datasets=["mnist"], recipes=["paper"], methods=["dpis-adaptive"], epsilons=[1]),
+        CellChoice(datasets=["mnist"], recipes=["paper"], methods=["dpis-adaptive"], epsilons=[1]),
     )
     for table in ("table4", "table5", "table6"):
-        assert row.key in {cell.key for cell in cells_of(table, Choice(datasets=["mnist"]))}
+        assert row.key in {cell.key for cell in cells_of(table, CellChoice(datasets=["mnist"]))}
 
 
 def test_cheap_cells_come_first():
-    costs = [about_seconds(cell) for cell in cells_of("table3", Choice())]
+    costs = [about_seconds(cell) for cell in cells_of("table3", CellChoice())]
     assert costs == sorted(costs)
     assert costs[0] < costs[-1] / 10
 
@@ -174,7 +178,7 @@ def test_cheap_cells_come_first():
 def test_validation_holds_training_records_out():
     (cell,) = cells_of(
         "table3",
-        Choice(
+        CellChoice(
             datasets=["fmnist"],
             recipes=["paper"],
             methods=["dp-sgd-ts"],
@@ -203,12 +207,12 @@ def test_validation_holds_training_records_out():
 )
 def test_unknown_names_are_refused_with_those_there_are(asked):
     with pytest.raises(InputError, match="must be one of"):
-        Choice(**asked)
+        CellChoice(**asked)
 
 
 def test_a_choice_without_cells_is_refused():
     with pytest.raises(InputError, match="has no such cells"):
-        cells_of("table3", Choice(datasets=["imdb"], methods=["dp-sgd-hf"]))
+        cells_of("table3", CellChoice(datasets=["imdb"], methods=["dp-sgd-hf"]))
 
 
 def test_key_does_not_depend_on_the_order_of_options():

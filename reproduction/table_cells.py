@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from dpis.app.commands.flags import shell_type
-from dpis.app.jobs.options import JobOptions, shell_knobs
+from dpis.app.jobs.job_options import JobOptions, shell_knobs
 from dpis.errors import InputError
 from reproduction import published, recipes
 from reproduction.recipes import PAPER, RECORDS, TABLE_3, Options
@@ -126,7 +126,7 @@ def key_of(options: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CellChoice:
     """Which cells of a table are wanted; None: all there are."""
 
     datasets: Collection[str] | None = None
@@ -170,7 +170,7 @@ class Choice:
         return all(wanted is None or value in wanted for value, wanted in asked)
 
 
-def cells_of(table: str, choice: Choice) -> list[TableCell]:
+def cells_of(table: str, choice: CellChoice) -> list[TableCell]:
     """The chosen cells of a table, the cheapest first."""
     if table not in TABLES:
         raise InputError(f"table must be one of {', '.join(TABLES)}, found {table!r}")

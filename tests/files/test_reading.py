@@ -16,7 +16,7 @@ from dpis.files.preprocessing import (
     TablePreprocessing,
     preprocessing_from_json,
 )
-from dpis.files.records import encode_evaluation, encode_features, open_records
+from dpis.files.reading import encode_evaluation, encode_features, open_records
 from dpis.files.scaling import CELLS, bounds_from_counts, bucket_counts, sensitivity
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable

@@ -10,9 +10,9 @@ from dpis.app.page.charts import figures
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, page, scrolled, section
 from reproduction import published
-from reproduction.cells import in_todays_words
 from reproduction.figures import epsilon_charts, kappa_charts, noise_charts, work_charts
 from reproduction.rows import Row, counted, mixed, runs_of
+from reproduction.table_cells import in_todays_words
 from reproduction.tables import (
     ACCOUNTS,
     Comparison,
