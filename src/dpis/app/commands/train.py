@@ -27,6 +27,9 @@ GROUPS = (
 )
 """The headings of the help, what everybody needs first."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""
+
 OFFERED = [
     name
     for group in GROUPS
@@ -78,13 +81,18 @@ def train(
         print_outcome,
     )
     from dpis.app.jobs.training import resume_job, start_job
+    from dpis.training.interrupt import InterruptedRunError
     from dpis.training.progress import ProgressBar
 
     reporter = ProgressBar(Console(stderr=True))
-    if resume is not None:
-        job = resume_job(resume, reporter, keep_checkpoint=keep_checkpoint)
-    else:
-        job = start_job(JobOptions.from_json(asked), reporter, keep_checkpoint=keep_checkpoint)
+    try:
+        if resume is not None:
+            job = resume_job(resume, reporter, keep_checkpoint=keep_checkpoint)
+        else:
+            job = start_job(JobOptions.from_json(asked), reporter, keep_checkpoint=keep_checkpoint)
+    except InterruptedRunError as saved:  # typer says nothing of what is a KeyboardInterrupt
+        typer.echo(f"dpis: {saved}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(outcome_as_json(job)))
     else:
