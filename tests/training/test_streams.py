@@ -1,0 +1,45 @@
+"""The purposes of random streams are part of the format: under another name every draw and all noise would be others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpis.randomness import Key
+from tests.dropin.loops import private
+
+from .toys import fit, mlp
+
+OURS = {"accept", "coins", "fingerprint-key", "model", "noise"}
+ADAPTIVE = {"model-all", "release:clip-sum", "release:norm-sum"}
+DROP_IN = {"chance:items", "chance:model:#", "coins", "noise"}
+
+
+def purposes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> set[str]:
+    """Those of all streams that are opened, without the numbers of rows."""
+    seen, real = set[str](), Key.stream
+
+    def stream(self: Key, purpose: str, step: int) -> Any:
+        seen.add(re.sub(r"\d+", "#", purpose))
+        return real(self, purpose, step)
+
+    monkeypatch.setattr(Key, "stream", stream)
+    run()
+    return seen
+
+
+def test_of_our_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"method": "dpis-adaptive", "clip_ceiling": 2.0}
+    found = purposes(
+        monkeypatch,
+        lambda: fit(tmp_path / "run", mlp(0.5), contribution="reject", **settings),
+    )
+    assert found == OURS | ADAPTIVE
+
+
+def test_of_the_drop_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert purposes(monkeypatch, lambda: private().train()) == DROP_IN
