@@ -94,7 +94,7 @@ MODES: dict[str, dict[str, Any]] = {
     "predeclared": {"epochs": 4, "kappa": "1,0.5,0.5,1"},
     "adaptive": {
         "epochs": 4,
-        "mode": "adaptive",
+        "method": "dpis-adaptive",
         "n_public": 200,
         "dataset": data(200),
         "loader": {"batch_size": 20},

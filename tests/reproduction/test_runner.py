@@ -245,7 +245,7 @@ def test_rows_name_the_commit_that_the_runner_began_with(results, tmp_path, monk
     assert [row["commit"] for row in load_rows(results.folder)] == ["first", "first"]
 
 
-def _until(happened, seconds=60.0):
+def _until(happened, seconds=240.0):
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end

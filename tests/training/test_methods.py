@@ -26,7 +26,8 @@ EASY = {
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpis", "dpis-adaptive", "dp-sgd", "dp-sgd-decay", "sgd"])
 def test_every_method_learns(tmp_path: Path, method: str) -> None:
-    result = fit(tmp_path / "run", method=method, held_out=points(500, seed=9), **EASY)
+    spoken = {n: v for n, v in EASY.items() if method != "sgd" or n != "epsilon"}
+    result = fit(tmp_path / "run", method=method, held_out=points(500, seed=9), **spoken)
     assert result.metrics["accuracy"] > 0.75
     if method == "sgd":
         assert result.claim is None
