@@ -1,4 +1,4 @@
-"""The purposes of random streams are part of the format: under another name every draw and all noise would be others."""
+"""The purposes of random streams are part of the format: by another name all draws and noise would be others."""
 
 from __future__ import annotations
 
