@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -138,7 +140,7 @@ def through_given_noise(said: dict[str, Any], patch: pytest.MonkeyPatch) -> Conf
 def through_a_trainer(said: dict[str, Any], patch: pytest.MonkeyPatch) -> Config:
     """What the callback of Lightning and the trainer of Hugging Face do."""
     engine, made = dpis.PrivacyEngine(), loop()
-    TrainerSettings(privacy=Privacy(**said)).make_private(
+    TrainerSettings(privacy=Privacy(**{"epsilon": 3.0, **said})).make_private(
         engine, made["module"], made["optimizer"], made["data_loader"], EPOCHS
     )
     return config_of(engine)
@@ -382,3 +384,58 @@ def test_no_function_of_a_door_has_more_than_fifteen_arguments() -> None:
         dpis.PrivacyEngine.make_private_with_epsilon,
     ):
         assert len(inspect.signature(door).parameters) <= 15 + ("self" in str(door))
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({"n_public": 60.0}, 60),
+        ({"epsilon": 2}, 2.0),
+        ({"epsilon": np.float32(2)}, 2.0),
+        ({"headroom": 5}, 5.0),
+        ({"delta": "1e-6"}, 1e-6),
+    ],
+    ids=str,
+)
+def test_equal_values_are_one(said: dict[str, Any], found: float) -> None:
+    """Plans are remembered by their settings: 60 and 60.0 must not be two, nor True one of them."""
+    (value,) = (getattr(Privacy(**said), name) for name in said)
+    assert (value, type(value)) == (found, type(found))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"epsilon": True}, {"epsilon": None}, {"delta": "small"}, {"n_public": 60.5}, {"n_public": "many"},
+        {"release_n": "no"}, {"release_n": 1}, {"rate_cap": None}, {"method": None}, {"headroom": math.nan},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_value_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must"):
+        Privacy(**said)
+
+
+@pytest.mark.parametrize(
+    "said", [{"diagnostics": "False"}, {"batch_shaped": "no"}, {"epochs": 2.5}]
+)
+def test_what_is_no_truth_value_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must"):
+        Training(**said)
+
+
+@pytest.mark.parametrize("missing", ["target_epsilon", "target_delta"])
+def test_a_target_is_said(missing: str) -> None:
+    targets = {"target_epsilon": 3.0, "target_delta": 1e-5, missing: None}
+    with pytest.raises(InputError, match=missing):
+        dpis.PrivacyEngine().make_private_with_epsilon(
+            **loop(), **targets, epochs=EPOCHS, max_grad_norm=1.0, n_public=RECORDS
+        )
+
+
+def test_a_trainer_wants_a_budget_or_a_noise() -> None:
+    with pytest.raises(InputError, match="found neither"):
+        TrainerSettings(privacy=Privacy(headroom=3.0))

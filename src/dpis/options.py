@@ -14,9 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import Any, Self
 
-from dpis.errors import InputError
+from dpis.errors import InputError, shown_number
 
 # ── choices ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,33 +151,70 @@ class Knob:
     def _open(self) -> bool:
         return self.finite and self.below is None and self.at_most is None
 
-    def checked(self, name: str, value: Any) -> Any:
-        """The value in its own type: a choice from its name, a number from its text. Others are refused."""
-        if value is None or value in self.words:
+    def checked(self, name: str, value: Any, kind: str) -> Any:
+        """The value in its own type: a choice from its name, a number from its text. Others are refused.
+
+        Args:
+            name: of the option, as the person knows it.
+            value: what was said.
+            kind: the type of the field, as it is written.
+        """
+        if value is None and "None" not in kind and kind != "Any":
+            raise InputError(f"{name} must have a value, found None")
+        if value is None or (isinstance(value, str) and value in self.words):
             return value
         if isinstance(self.choices, type):
             return self.choices.parse(value, name)
         if self.choices and isinstance(value, str) and value not in self.choices:
             raise InputError(f"{name} must be one of {', '.join(self.choices)}, found {value!r}")
+        if kind == "bool":
+            if not isinstance(value, bool):
+                raise InputError(f"{name} must be True or False, found {value!r}")
+            return value
         if isinstance(value, list):
             return tuple(value)  # tables are values: hashable
-        if not self.bounds:
-            return value
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
+        if "int" in kind:
+            return self._fitting(name, value, _whole(value))
+        if "float" in kind and ("str" not in kind or self.bounds):
+            return self._fitting(name, value, _number(value))
+        return float(value) if isinstance(value, Real) and "float" in kind else value
+
+    def _fitting(self, name: str, value: Any, number: float) -> float:
+        """A number, if it lies within the bounds; NaN lies nowhere."""
+        infinite = isinstance(number, float) and math.isinf(
+            number
+        )  # a whole number may be larger than any float
         fits = (
             (self.above is None or number > self.above)
             and (self.at_least is None or number >= self.at_least)
             and (self.below is None or number < self.below)
             and (self.at_most is None or number <= self.at_most)
-            and not (self.finite and math.isinf(number))
+            and not (self.finite and infinite)
+            and number == number
         )
         if not fits:
             or_words = "".join(f", or {word!r}" for word in self.words)
-            raise InputError(f"{name} must be {self.bounds}{or_words}, found {value!r}")
-        return number if isinstance(value, str) else value
+            found = repr(value[:60]) if isinstance(value, str) else shown_number(value)
+            raise InputError(f"{name} must be {self.bounds or 'a number'}{or_words}, found {found}")
+        return number
+
+
+def _number(value: Any) -> float:
+    """As a float; NaN for what is no number: truth values, tensors, words."""
+    if isinstance(value, bool) or not isinstance(value, Real | str):
+        return math.nan
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _whole(value: Any) -> float:
+    """As an int; NaN for what is no whole number."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    number = _number(value)
+    return int(number) if number.is_integer() else math.nan
 
 
 def knob(default: Any, help: str, *, group: str, shown: str = "", **more: Any) -> Any:
@@ -218,8 +256,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """Bring every value into its type, or refuse it."""
+        kinds = {one.name: str(one.type) for one in fields(self)}  # type: ignore[arg-type]
         for name, one in knobs(type(self)).items():
-            object.__setattr__(self, name, one.checked(self.called(name), getattr(self, name)))
+            value = one.checked(self.called(name), getattr(self, name), kinds[name])
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def called(name: str) -> str:

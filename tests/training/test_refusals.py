@@ -55,6 +55,12 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "physical batch": ({"physical_batch": 0}, "physical batch"),
     "count": ({"release_n": True, "n_public": None}, "release_n needs n_public"),
     "learning rate": ({"lr": 1e38}, "at most 1e\\+06"),
+    "two learning rates": (
+        {"lr": 0.1, "optimizer": lambda p: torch.optim.SGD(p, lr=0.2)},
+        "lr is of a named optimizer",
+    ),
+    "no device": ({"device": "meta"}, "device 'meta' cannot be used"),
+    "sgd with a budget": ({"method": "sgd", "epsilon": 1.0}, "epsilon has no effect on sgd"),
     "held-out NaN": (
         {"held_out": TensorDataset(torch.full((3, 4), torch.nan), torch.zeros(3).long())},
         "held-out inputs and targets must be numbers",

@@ -85,8 +85,7 @@ class PaddingTrials:
         Raises:
             CouplingError: if it sees how far a row is padded, or the loss does.
         """
-        trials, self._trials = self._trials, []
-        for _, agrees in trials:
+        for _, agrees in self._trials:
             try:
                 unseen = agrees()
             except Exception as error:  # its words may tell the length of a record, its kind not
@@ -94,6 +93,7 @@ class PaddingTrials:
                 continue
             if not unseen:
                 raise CouplingError(SEES_PADDING)
+        self._trials = []
 
     def forget(self, passes: Sequence[object]) -> None:
         """What was prepared for these is not held."""

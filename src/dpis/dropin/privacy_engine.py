@@ -225,7 +225,7 @@ class PrivacyEngine:
                 "epsilon would be too small. Load right after make_private, with a new PrivacyEngine; to go back to "
                 "older weights, load them by module.load_state_dict"
             )
-        state = load_secret_state(Path(path))
+        state = load_secret_state(Path(path), "plan")
         if state["plan"] != self._fingerprint(session):
             raise InputError(
                 f"{path} is of a run with other arguments or another number of records: {state['plan']}; these are "

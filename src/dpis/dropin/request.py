@@ -149,6 +149,9 @@ class Request:
 
     def config(self, epochs: int, *, epsilon: float, delta: float) -> Config:
         """The mechanism's config. Warns if the number of records becomes public by it."""
+        for name, value in (("target_epsilon", epsilon), ("target_delta", delta)):
+            if value is None:
+                raise InputError(f"{name} must be a number, found None")
         clip_norm = float(cast(float, self.max_grad_norm))
         return self._settled(epochs, epsilon=epsilon, delta=delta, clip_norm=clip_norm)
 

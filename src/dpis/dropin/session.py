@@ -23,7 +23,7 @@ from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
 from dpis.dropin.workers import Places
-from dpis.errors import MisuseError
+from dpis.errors import CouplingError, MisuseError
 from dpis.generators import chance_of, seeded_generators
 from dpis.gradients.deferred import DeferredGradients, Pass
 from dpis.mechanism import Mechanism
@@ -88,6 +88,7 @@ class Session:
         self._template: Any = None
         self._looks = Looks()  # at forward passes
         self._closed = False
+        self._refusal: CouplingError | None = None
         self._guards = [
             parameter.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             for parameter in gradients.parameters.values()
@@ -288,7 +289,9 @@ class Session:
 
     def _look_at_loss(self, tape: LossTape, loss: Tensor, gradient: Tensor | None) -> None:
         self._refuse_scaled_part(loss)
+        self._looks.showed(False)  # after a refusal the next loss is looked at, too
         self._probe.refuse_coupled(loss, gradient, [p.leaves for p in self._passes], tape)
+        self._looks.showed(True)
 
     def _refuse_scaled_part(self, loss: Tensor) -> None:
         """The mean over a part counts as it is: a share of the batch on top of it would be taken for a weight."""
@@ -334,12 +337,26 @@ class Session:
                 "optimizer.step() was called after a forward pass without backward: its records would be missing "
                 "from the sum, which changes who is sampled. Call loss.backward() on the loss of these outputs first"
             )
-        self._trials.hold()
-        for passed in self._passes:
-            scale = float(passed.rows) if self._mean else 1.0
-            self.mechanism.add(self._sum, self.gradients.tape(passed, scale))
+        try:
+            self._hold_trials()
+            for passed in self._passes:
+                scale = float(passed.rows) if self._mean else 1.0
+                self.mechanism.add(self._sum, self.gradients.tape(passed, scale))
+        except (
+            BaseException
+        ):  # a part may have been added: the draw is delivered again, and summed up anew
+            self._forget()
+            raise
         self._passes = []
         self._close_tape()
+
+    def _hold_trials(self) -> None:
+        """A model that sees padding will see it again, when nobody looks: it is refused for good."""
+        try:
+            self._trials.hold()
+        except CouplingError as refusal:
+            self._refusal = refusal
+            raise
 
     def release(self) -> dict[str, Tensor] | None:
         """The noisy gradient of this step; None, while parts of the draw are to come."""
@@ -347,7 +364,7 @@ class Session:
         assert self._current is not None
         assert self._sum is not None
         missing = self._expected - self._sum.records
-        if missing:
+        if missing > 0:
             raise MisuseError(
                 f"{missing} of {self._expected} drawn records had no forward and backward pass (or their gradients "
                 "were dropped by zero_grad() after backward): leaving some out by hand changes who is sampled. Run the "
@@ -383,6 +400,8 @@ class Session:
         self._delivered = Delivered((), 0, self.gradients.row_dim)
 
     def _require_open(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal
         if self._closed:
             raise MisuseError(
                 "the model was taken out of private training by to_standard_module(): a step now would not be "
@@ -390,6 +409,7 @@ class Session:
             )
 
     def _require_current(self, iteration: object | None) -> None:
+        self._require_open()
         if iteration is None or iteration is not self._iteration:
             raise MisuseError(
                 "an iteration over the private loader was continued after another one had begun: its draws were given "

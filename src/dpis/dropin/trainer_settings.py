@@ -38,6 +38,8 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         if self.noise_multiplier is not None and "epsilon" in self.privacy.said:
             raise InputError("give either epsilon or noise_multiplier, found both")
+        if self.noise_multiplier is None and "epsilon" not in self.privacy.said:
+            raise InputError("give either epsilon or noise_multiplier, found neither")
         if self.privacy.clip_norm == "auto":
             raise InputError(
                 "clip_norm='auto' is not supported in a loop of your own. Use dpis.train"

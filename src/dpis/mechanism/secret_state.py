@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dpis.errors import InputError
 from dpis.runs.checkpoint import DamagedCheckpointError, read_checkpoint, write_checkpoint
 
 
@@ -18,11 +19,15 @@ def save_secret_state(path: Path, state: dict[str, Any]) -> None:
     write_checkpoint(path, buffer.getbuffer())
 
 
-def load_secret_state(path: Path) -> dict[str, Any]:
+def load_secret_state(path: Path, *parts: str) -> dict[str, Any]:
     """The state that was saved last: tensors and plain values alone, nothing in the file is run.
 
+    Args:
+        path: the checkpoint file.
+        parts: what it must hold.
+
     Raises:
-        InputError: there is none, or it is not one of ours.
+        InputError: there is none, it is not one of ours, or it is of another kind.
     """
     content = io.BytesIO(read_checkpoint(path))
     try:
@@ -31,4 +36,9 @@ def load_secret_state(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(path) from None
     if not isinstance(state, dict):
         raise DamagedCheckpointError(path)
+    if not state.keys() >= set(parts):
+        raise InputError(
+            f"{path} is a checkpoint of another kind: a run of `dpis train` or `dpis.train` is resumed there, a loop "
+            "by load_checkpoint of its PrivacyEngine. Nothing was changed"
+        )
     return state

@@ -147,8 +147,8 @@ def to_device(name: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, dtype=torch.float64, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
+        torch.zeros(1, dtype=torch.float64, device=device).cpu()  # "meta" holds no numbers
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {name!r} cannot be used: {reason}") from None
     return device
@@ -200,6 +200,10 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 def _optimizer(training: Training, model: nn.Module) -> Optimizer:
     given, trained = training.optimizer, [p for p in model.parameters() if p.requires_grad]
+    if not isinstance(given, str) and "lr" in training.said:
+        raise InputError(
+            "lr is of a named optimizer: give it to the optimizer, and leave it out here"
+        )
     if isinstance(given, Optimizer):
         return given
     if not isinstance(given, str):

@@ -126,7 +126,7 @@ class Run:
         folder = RunFolder(path)
         lock = folder.claim()
         try:
-            state = load_secret_state(folder.checkpoint)
+            state = load_secret_state(folder.checkpoint, "key", "options")
             key = Key(state["key"], state["seed"])
             config, options = config_from_json(state["config"]), RunOptions(**state["options"])
             training = state["training"]

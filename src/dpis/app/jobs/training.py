@@ -67,7 +67,7 @@ def start_job(
 
 def resume_job(path: Path, reporter: Reporter, *, keep_checkpoint: bool = False) -> JobResult:
     """Go on with the interrupted job in that folder: everything is as it was asked for then."""
-    saved = load_secret_state(RunFolder(path).checkpoint)
+    saved = load_secret_state(RunFolder(path).checkpoint, "options")
     recipe = saved["options"]["recipe"]
     if "job" not in recipe:
         raise InputError(
