@@ -13,7 +13,7 @@ FIRST = [f"from dpis import {name}" for name in dpis.__all__] + [
         *("accounting", "app.entry", "coupling.shared_rows", "dropin", "dropin.trainer_settings"),
         *(
             "features",
-            "files.records",
+            "files.reading",
             "gradients",
             "mechanism",
             "models.kinds",

@@ -174,12 +174,14 @@ class Knob:
         if isinstance(value, list):
             return tuple(value)  # tables are values: hashable
         if "int" in kind:
-            return self._fitting(name, value, _whole(value))
+            return self._fitting(
+                name, value, _whole(value), f"a whole number {self.bounds}".strip()
+            )
         if "float" in kind and ("str" not in kind or self.bounds):
-            return self._fitting(name, value, _number(value))
+            return self._fitting(name, value, _number(value), self.bounds or "a number")
         return float(value) if isinstance(value, Real) and "float" in kind else value
 
-    def _fitting(self, name: str, value: Any, number: float) -> float:
+    def _fitting(self, name: str, value: Any, number: float, required: str) -> float:
         """A number, if it lies within the bounds; NaN lies nowhere."""
         infinite = isinstance(number, float) and math.isinf(
             number
@@ -195,7 +197,7 @@ class Knob:
         if not fits:
             or_words = "".join(f", or {word!r}" for word in self.words)
             found = repr(value[:60]) if isinstance(value, str) else shown_number(value)
-            raise InputError(f"{name} must be {self.bounds or 'a number'}{or_words}, found {found}")
+            raise InputError(f"{name} must be {required}{or_words}, found {found}")
         return number
 
 
