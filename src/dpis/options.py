@@ -175,7 +175,10 @@ class Knob:
             return tuple(value)  # tables are values: hashable
         if "int" in kind:
             return self._fitting(
-                name, value, _whole(value), f"a whole number {self.bounds}".strip()
+                name,
+                value,
+                _whole(value),
+                " of ".join(filter(None, ("a whole number", self.bounds))),
             )
         if "float" in kind and ("str" not in kind or self.bounds):
             return self._fitting(name, value, _number(value), self.bounds or "a number")

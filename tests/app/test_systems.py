@@ -93,7 +93,10 @@ def load_card_of_run():
         (["--normalise", "channel", "--epsilon", "0"], "epsilon must be a finite number above 0"),
         (["--augment", "shift"], "needs --augmentations, from 2 to 9"),
         (["--augment", "flip", "--augmentations", "3"], "from 2 to 2"),
-        (["--model", "cnn", "--augment", "flip", "--augmentations", "0"], "must be at least 1"),
+        (
+            ["--model", "cnn", "--augment", "flip", "--augmentations", "0"],
+            "must be a whole number of at least 1",
+        ),
         (["--augmentations", "2"], "without --augment"),
         (["--model", "cnn", "--augment", "shift,blur"], "must name some of shift, flip"),
         (["--colours", "cmyk"], "must be one of rgb, opponent"),
