@@ -51,7 +51,8 @@ class Tape:
                 f"One weight a record is required: {self.records}; found shape "
                 f"{tuple(weights.shape)}."
             )
-        weights = functional.pad(weights, (0, self.filling))
+        if self.filling:
+            weights = functional.pad(weights, (0, self.filling))
         kept = kept_by(weights)
         own = weights if kept is None else chosen(weights, kept)
         with torch.no_grad(), full_precision(self._device):
