@@ -11,6 +11,8 @@ from torch import Tensor
 from dpis.gradients.factors.factor import Stored
 from dpis.gradients.factors.norms import squared_norms
 
+RECORDS_IN_A_ROW = 64
+
 
 @dataclass(frozen=True, eq=False)
 class Dense(Stored):
@@ -34,9 +36,18 @@ class Dense(Stored):
         return squared_norms(self._flat())
 
     def block_sum(self, weights: Tensor) -> Tensor:
-        """One product of the weights with the gradients, flattened."""
+        """Products of the weights with the gradients, flattened, a few records at a time.
+
+        A product of a vector and a matrix may add up one record after the other, by the kernel of one machine and not
+        of another: over 512 records that rounded by 2e-4 of a contribution, over 64 at a time by 2e-5.
+        """
         flat = self._flat()
-        return (weights.to(flat.dtype) @ flat).view(self.gradients.shape[1:])
+        weights, whole = weights.to(flat.dtype), len(weights) // RECORDS_IN_A_ROW * RECORDS_IN_A_ROW
+        total = weights[whole:] @ flat[whole:]
+        if whole:
+            rows = weights[:whole].view(-1, 1, RECORDS_IN_A_ROW)
+            total += torch.bmm(rows, flat[:whole].unflatten(0, (-1, RECORDS_IN_A_ROW))).sum((0, 1))
+        return total.view(self.gradients.shape[1:])
 
     def explicit(self) -> Tensor:
         """The gradients."""

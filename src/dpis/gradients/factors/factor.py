@@ -22,12 +22,12 @@ RECORDS_AT_ONCE = 512
 """So many records are summed in float32; blocks of them are added up in float64.
 
 A sum of ``m`` contributions of norm one has norm at most ``m``, so each addition rounds by at most ``6e-8 m`` of one
-contribution. With 512 that is 3e-5, and as much was measured for whole blocks of contributions that all point the same
-way. One record more may shift all blocks behind it, whose errors are independent: ``3e-5 √blocks``, 3e-4 for
-`MANY_RECORDS`.
+contribution. With 512 that is 3e-5; for whole blocks of contributions that all point the same way, up to 9e-5 was
+measured, on several machines. One record more may shift all blocks behind it, whose errors are independent:
+``9e-5 √(2 blocks)``, below 4e-4 for `MANY_RECORDS`.
 """
 
-MANY_RECORDS = 1 << 15
+MANY_RECORDS = 1 << 12
 """More than these are summed in float64 within their blocks, too."""
 
 LEAST_WEIGHT = 1e-30
