@@ -16,7 +16,6 @@ from dpis.gradients import RecordGradients
 from dpis.gradients.factors import Dense, Factor, Lookup, Outer, Sum
 from dpis.gradients.factors.correlation import Correlation, convolution_factor
 from dpis.gradients.factors.geometry import Geometry
-from dpis.gradients.factors.norms import squared_norms
 from dpis.gradients.factors.phases import Phases
 from dpis.gradients.parts import Part, Place, without_overlap
 from dpis.gradients.tape import Tape
@@ -233,7 +232,7 @@ def test_norms_neither_underflow_nor_overflow(kind: str, power: int) -> None:
 
 
 def test_many_tiny_entries_have_a_norm() -> None:
-    norm = float(squared_norms(torch.full((64, 4096), 2.5e-23))[0].sqrt())
+    norm = float(Dense(torch.full((64, 4096), 2.5e-23)).squared_norms()[0].sqrt())
     assert norm == pytest.approx(1.6e-21, rel=1e-5, abs=0.0)
 
 
@@ -255,7 +254,7 @@ def test_sums_whose_scaled_side_float32_does_not_hold(kind: str) -> None:
 def test_rows_of_zeros_and_what_is_not_finite() -> None:
     rows = torch.zeros(5, 2000)
     rows[1, 3], rows[2, 4], rows[3, 5] = 1e-30, torch.inf, torch.nan
-    found = squared_norms(rows)
+    found = Dense(rows).squared_norms()
     assert found[0] == 0.0 == found[4]
     assert float(found[1]) == pytest.approx(1e-60, rel=1e-5, abs=0.0)
     assert not found[2:4].isfinite().any()

@@ -73,16 +73,10 @@ def without_overlap(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...
     return (Part(Place.of(parameter, parameter), Dense(whole)),)
 
 
-def squared_norms(parts: Sequence[Part]) -> Tensor:
-    """``||G_i||²`` of the parameter from parts that do not overlap."""
-    return reduce(torch.add, (part.factor.squared_norms() for part in parts))
-
-
-def weighted_sum(parts: Sequence[Part], parameter: Tensor, weights: Tensor) -> Tensor:
-    """``Σ_i w_i G_i`` of the parameter from parts that do not overlap."""
+def put_together(parts: Sequence[Part], sums: Sequence[Tensor], parameter: Tensor) -> Tensor:
+    """The sum over a parameter, from those over parts of it that do not overlap."""
     if not parts:
         return torch.zeros_like(parameter)
-    sums = [part.factor.weighted_sum(weights) for part in parts]
     if len(parts) == 1 and parts[0].place == Place.of(parameter, parameter):
         return sums[0].view(parameter.shape)
     total = torch.zeros_like(parameter, dtype=widest(sums))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.factors.factor import Kept, chosen, kept_by
-from dpis.gradients.parts import Part, squared_norms, weighted_sum
+from dpis.gradients.factors.factor import Factor, squared_norms, weighted_sums
+from dpis.gradients.parts import Part, put_together
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,7 @@ class Tape:
     def norms(self) -> Tensor:
         """``||grad_i||`` over all parameters, for every record, in float64; not finite where a gradient is not."""
         with torch.no_grad(), full_precision(self._device):
-            squares = [squared_norms(parts) for parts in self.parts.values() if parts]
-            return torch.stack(squares).sum(0).sqrt()[: self.records]
+            return squared_norms(self._factors, self.records).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.
@@ -53,15 +52,16 @@ class Tape:
             )
         if self.filling:
             weights = functional.pad(weights, (0, self.filling))
-        kept = kept_by(weights)
-        own = weights if kept is None else chosen(weights, kept)
         with torch.no_grad(), full_precision(self._device):
+            sums = iter(weighted_sums(self._factors, weights))
             return {
-                name: weighted_sum(_select(parts, kept), parameter, own)
-                for (name, parameter), parts in zip(
-                    self.parameters.items(), self.parts.values(), strict=True
-                )
+                name: put_together(parts, [next(sums) for _ in parts], self.parameters[name])
+                for name, parts in self.parts.items()
             }
+
+    @property
+    def _factors(self) -> list[Factor]:
+        return [part.factor for parts in self.parts.values() for part in parts]
 
     @property
     def _device(self) -> torch.device:
@@ -73,9 +73,3 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     if not torch.is_autocast_enabled(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def _select(parts: tuple[Part, ...], kept: Kept | None) -> tuple[Part, ...]:
-    if kept is None:
-        return parts
-    return tuple(Part(part.place, part.factor.select(kept)) for part in parts)

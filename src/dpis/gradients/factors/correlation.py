@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from dpis.gradients.factors.factor import Factor, Kept, Stored
 from dpis.gradients.factors.geometry import Geometry, Tap, positions
 from dpis.gradients.factors.kernels import KernelGradients, kernel_gradients
-from dpis.gradients.factors.norms import from_gram_terms, lost_in, squared_norms
+from dpis.gradients.factors.norms import Squares, lost_in, quick_squares, squares_of_terms
 from dpis.gradients.factors.outer import largest_on_diagonal
 
 # The unit of cost is one multiply-add inside a large matrix product. The constants are fitted to measured times of the
@@ -96,8 +96,6 @@ class Correlation(Stored):
         rows: How many consecutive rows make one record; its gradient is their sum.
     """
 
-    is_product = True
-
     inputs: Tensor
     output_grads: Tensor
     geometry: Geometry
@@ -119,18 +117,15 @@ class Correlation(Stored):
         """Whether Gram matrices are the cheaper way to the norms of these sizes."""
         return cheaper_by_gram(self.inputs.shape, self.output_grads.shape, self.rows, self.geometry)
 
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Squares:
         """From Gram matrices or from gradients that are made in cache and dropped."""
         if not self.by_gram:
-            return self._kernel_norms()
+            return Squares(self._summed_over_groups(explicit_norms), lost_in(prod(self.shape)))
         sums, diagonals, largest = self._summed_over_groups(gram_norms).unbind(-1)
         outputs, of_output = self.rows * prod(self.output_grads.shape[2:]), prod(self.shape[1:])
         size = outputs**2 * max(of_output, self.shape[0])
         lost = (largest + self.geometry.groups) * lost_in(size)
-        return from_gram_terms(self, (sums, diagonals), lost, self.output_grads, self._kernel_norms)
-
-    def _kernel_norms(self) -> Tensor:
-        return self._summed_over_groups(explicit_norms)
+        return squares_of_terms(sums, diagonals, lost)
 
     def _summed_over_groups(self, of: OfOneGroup) -> Tensor:
         by_group = self._over_groups(of)
@@ -225,7 +220,7 @@ def _widened(inputs: Tensor, output_grads: Tensor) -> tuple[Tensor, Tensor]:
 
 def explicit_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
     """``||G_i||²`` of every record, from gradients that are dropped at once."""
-    return squared_norms(kernel_gradients(inputs, output_grads, rows, geometry).flatten(1))
+    return quick_squares(kernel_gradients(inputs, output_grads, rows, geometry).flatten(1))
 
 
 def gram_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.factors.factor import Stored
-from dpis.gradients.factors.norms import squared_norms
+from dpis.gradients.factors.norms import Squares, squares_of
 
 RECORDS_IN_A_ROW = 64
 
@@ -31,9 +31,9 @@ class Dense(Stored):
         """The shape of the parameter."""
         return self.explicit().shape[1:]
 
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Squares:
         """``||G_i||²``, entry by entry."""
-        return squared_norms(self._flat())
+        return squares_of(self._flat())
 
     def block_sum(self, weights: Tensor) -> Tensor:
         """Products of the weights with the gradients, flattened, a few records at a time.

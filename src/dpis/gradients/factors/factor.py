@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from math import isfinite
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from dpis.gradients.factors.norms import Squares, doubtful, total_of
 
 # Which records are kept: their indices, or a slice of all.
 Kept = Tensor | slice
@@ -32,6 +33,9 @@ MANY_RECORDS = 1 << 12
 
 LEAST_WEIGHT = 1e-30
 """Smaller weights lose digits in float32."""
+
+REMADE_AT_ONCE = 8
+"""So many records are computed anew together. Always so many: the last bits must not depend on how many there are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +58,19 @@ class Factor(ABC):
         """The shape of the parameter (or of the view of it) these are gradients of."""
 
     @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """``||G_i||²`` for every record, shape ``[records]``, in float64."""
+    def squares(self) -> Squares:
+        """``||G_i||²`` for every record, in the precision of the factor, and what it may lack."""
 
     @abstractmethod
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``Σ_i weights_i G_i``, of the parameter's shape, in float64 where float32 does not do.
+    def quick_sum(self, weights: Tensor) -> Tensor:
+        """``Σ_i weights_i G_i``, of the parameter's shape; not finite where float32 does not hold the numbers.
 
-        Records of weight zero are left out before anything is multiplied. They cost nothing, and a
-        gradient among them that is not finite does not spoil the sum: ``0 * nan`` is ``nan``.
+        In float64 where several blocks of records were added up.
         """
+
+    @abstractmethod
+    def vanishes(self) -> Tensor:
+        """``[records]``: True where a stored tensor is zero throughout, and so the gradient."""
 
     @abstractmethod
     def explicit(self) -> Tensor:
@@ -81,13 +88,68 @@ class Factor(ABC):
     def double(self) -> Self:
         """The same numbers in float64, which holds the squares of all products of two of them."""
 
+    def squared_norms(self) -> Tensor:
+        """``||G_i||²`` for every record, shape ``[records]``, in float64, whatever the size of the numbers."""
+        return squared_norms((self,))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``Σ_i weights_i G_i``, of the parameter's shape, in float64 where float32 does not do.
+
+        Records of weight zero are left out before anything is multiplied. They cost nothing, and a
+        gradient among them that is not finite does not spoil the sum: ``0 * nan`` is ``nan``.
+        """
+        return weighted_sums((self,), weights)[0]
+
+
+def squared_norms(factors: Sequence[Factor], records: int | None = None) -> Tensor:
+    """``Σ ||G_i||²`` over factors of parts that do not overlap, shape ``[records]``, in float64.
+
+    Args:
+        factors: of the same records.
+        records: the first so many; None: all.
+    """
+    found, lost = total_of([factor.squares() for factor in factors])
+    squares = Squares(found[:records], lost[:records] if isinstance(lost, Tensor) else lost)
+    doubts = doubtful(squares)
+    if not bool(doubts.any()):
+        return squares.found
+    places, result = doubts.nonzero().squeeze(1), squares.found.clone()
+    zero = reduce(torch.logical_and, (factor.select(places).vanishes() for factor in factors))
+    result[places[zero]] = 0.0
+    places = places[~zero]
+    for first in range(0, len(places), REMADE_AT_ONCE):
+        few = places[first : first + REMADE_AT_ONCE]
+        filled = torch.cat([few, few[-1:].expand(REMADE_AT_ONCE - len(few))])
+        exact = total_of([factor.select(filled).double().squares() for factor in factors])
+        result[few] = exact.found[: len(few)]
+    return result
+
+
+def weighted_sums(factors: Sequence[Factor], weights: Tensor) -> list[Tensor]:
+    """``Σ_i weights_i G_i`` of every factor, each in float64 where float32 does not do; weight zero: left out.
+
+    A side that is scaled by weights may be too large for float32 where the other is tiny, or zero.
+    """
+    least = float(weights.abs().amin()) if len(weights) else LEAST_WEIGHT
+    if least < LEAST_WEIGHT:
+        kept = kept_by(weights)
+        if kept is not None:
+            some = [factor.select(kept) for factor in factors]
+            return weighted_sums(some, chosen(weights, kept))
+        return [factor.double().quick_sum(weights) for factor in factors]
+    sums = [factor.quick_sum(weights) for factor in factors]
+    finite = bool(torch.stack([total.sum().double() for total in sums]).isfinite().all())
+    if finite:
+        return sums
+    return [
+        total if bool(total.sum().isfinite()) else factor.double().quick_sum(weights)
+        for factor, total in zip(factors, sums, strict=True)
+    ]
+
 
 @dataclass(frozen=True, eq=False)
 class Stored(Factor):
     """Made of tensors that have one entry for each record in front."""
-
-    is_product: ClassVar[bool] = False
-    """Whether gradients are products of two tensors, one of which is scaled by the weights."""
 
     @property
     def records(self) -> int:
@@ -98,31 +160,27 @@ class Stored(Factor):
     def block_sum(self, weights: Tensor) -> Tensor:
         """``Σ_i weights_i G_i`` of a block of records, in the precision of the factor."""
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def quick_sum(self, weights: Tensor) -> Tensor:
         """Block by block: in float64 where several were added up, else as `block_sum` gives it."""
-        kept, factor = kept_by(weights), self
-        if kept is not None:
-            factor, weights = self.select(kept), chosen(weights, kept)
-        if factor.records <= RECORDS_AT_ONCE:
-            return factor._finite_block_sum(weights)
+        records = self.records
+        if records <= RECORDS_AT_ONCE:
+            return self.block_sum(weights)
         total = torch.zeros((), dtype=torch.float64, device=weights.device)
-        for first in range(0, factor.records, RECORDS_AT_ONCE):
-            place = slice(first, min(first + RECORDS_AT_ONCE, factor.records))
-            block = factor.select(place)
-            block = block.double() if factor.records > MANY_RECORDS else block
-            part = block._finite_block_sum(weights[place])
+        for first in range(0, records, RECORDS_AT_ONCE):
+            place = slice(first, min(first + RECORDS_AT_ONCE, records))
+            block = self.select(place)
+            block = block.double() if records > MANY_RECORDS else block
+            part = block.block_sum(weights[place])
             total = total.add_(part) if total.ndim else part.double()
         return total
 
-    def _finite_block_sum(self, weights: Tensor) -> Tensor:
-        """A scaled side may be too large for float32 where the other is tiny, or zero: float64 holds it."""
-        if not self.is_product or not len(weights):
-            return self.block_sum(weights)
-        if float(weights.abs().amin()) >= LEAST_WEIGHT:
-            total = self.block_sum(weights)
-            if isfinite(float(total.sum())):
-                return total
-        return self.double().block_sum(weights)
+    def vanishes(self) -> Tensor:
+        """One tensor of zeros is enough: gradients are sums of products with each."""
+        stored = [t for t in vars(self).values() if isinstance(t, Tensor) and t.is_floating_point()]
+        moved = [
+            t.reshape(self.records, t[:1].numel() * len(t) // self.records).any(1) for t in stored
+        ]
+        return ~reduce(torch.logical_and, moved)
 
     def select(self, kept: Kept) -> Self:
         """These entries of every tensor."""
@@ -181,6 +239,10 @@ class Compound(Factor):
     def double(self) -> Self:
         """Term by term."""
         return self._each(lambda term: term.double())
+
+    def vanishes(self) -> Tensor:
+        """Where all terms do."""
+        return reduce(torch.logical_and, (term.vanishes() for term in self.terms))
 
     def _each(self, change: Callable[[Factor], Factor]) -> Self:
         return replace(self, terms=tuple(map(change, self.terms)))

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dpis.gradients.factors.factor import OverPositions
 from dpis.gradients.factors.norms import (
-    from_gram_terms,
+    Squares,
     lost_in,
     quick_squares,
-    small_made_anew,
-    squared_norms,
+    squares_of,
+    squares_of_terms,
 )
 from dpis.gradients.factors.outer import gram
 
@@ -44,31 +44,26 @@ class Lookup(OverPositions):
         """The shape of the table."""
         return torch.Size((self.table_rows, self.output_grads.shape[2]))
 
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Squares:
         """``Σ_{l,m} [index_l = index_m] <g_l, g_m>``, or by adding up equal indices first."""
         if self.indices.shape[1] == 1:
-            return squared_norms(self.output_grads[:, 0])
+            return squares_of(self.output_grads[:, 0])
         if self.indices.shape[1] >= MANY_POSITIONS:
-            return self._norms_of_distinct_rows()
+            return self._squares_of_distinct_rows()
         _, L, D = self.output_grads.shape
         same = self.indices[:, :, None] == self.indices[:, None, :]
         grams = gram(self.output_grads)
         diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
-        found, lost = ((grams * same).sum((1, 2)), diagonals), lost_in(L * L * D)
-        return from_gram_terms(self, found, lost, self.output_grads, self._norms_of_distinct_rows)
+        return squares_of_terms((grams * same).sum((1, 2)), diagonals, lost_in(L * L * D))
 
-    def _norms_of_distinct_rows(self) -> Tensor:
+    def _squares_of_distinct_rows(self) -> Squares:
         offsets = torch.arange(self.records, device=self.indices.device)[:, None] * self.table_rows
         cells, inverse = torch.unique(self.indices + offsets, return_inverse=True)
         sums = self.output_grads.new_zeros(len(cells), self.shape[1])
         sums.index_add_(0, inverse.flatten(), self.output_grads.flatten(0, 1))
-        norms = sums.new_zeros(self.records, dtype=torch.float64)
-        norms.index_add_(0, cells // self.table_rows, quick_squares(sums))
-        if norms.dtype == self.output_grads.dtype:
-            return norms
-        lost = lost_in(self.output_grads[:1].numel())
-        exact = lambda some: self.select(some).double()._norms_of_distinct_rows()  # noqa: E731
-        return small_made_anew(norms, lost, self.output_grads, exact)
+        found = sums.new_zeros(self.records, dtype=torch.float64)
+        found.index_add_(0, cells // self.table_rows, quick_squares(sums))
+        return Squares(found, lost_in(self.output_grads[:1].numel()))
 
     def block_sum(self, weights: Tensor) -> Tensor:
         """Weighted output gradients, added to the rows they were looked up from."""

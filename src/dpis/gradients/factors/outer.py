@@ -10,7 +10,7 @@ from torch import Tensor
 from dpis.gradients.aligned import filled_up
 from dpis.gradients.factors.dense import Dense
 from dpis.gradients.factors.factor import Factor, OverPositions
-from dpis.gradients.factors.norms import from_gram_terms, lost_in, squared_norms
+from dpis.gradients.factors.norms import Squares, lost_in, product_of, squares_of, squares_of_terms
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
@@ -26,8 +26,6 @@ class Outer(OverPositions):
         tensor([45.0000], dtype=torch.float64)
     """
 
-    is_product = True
-
     inputs: Tensor
     """``[records, positions, I]``."""
     output_grads: Tensor
@@ -38,7 +36,7 @@ class Outer(OverPositions):
         """The shape of the weight, ``[O, I]``."""
         return torch.Size((self.output_grads.shape[2], self.inputs.shape[2]))
 
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Squares:
         """The cheapest of three ways that are equal in exact arithmetic.
 
         - one position: ``||x||² ||g||²``;
@@ -46,8 +44,8 @@ class Outer(OverPositions):
         - explicit: ``||gᵀ x||²``, about ``L I O``.
         """
         if self.inputs.shape[1] == 1:
-            return squared_norms(self.inputs[:, 0]) * squared_norms(self.output_grads[:, 0])
-        return self._explicit_norms() if self.explicit_is_smaller else self._gram_norms()
+            return product_of(squares_of(self.inputs[:, 0]), squares_of(self.output_grads[:, 0]))
+        return self._explicit_squares() if self.explicit_is_smaller else self._gram_squares()
 
     @property
     def explicit_is_smaller(self) -> bool:
@@ -59,20 +57,21 @@ class Outer(OverPositions):
         O = self.output_grads.shape[2]  # noqa: E741
         return I * O <= L * (I + O)
 
-    def _gram_norms(self) -> Tensor:
+    def _gram_squares(self) -> Squares:
         grams, sent = gram(self.inputs), gram(self.output_grads)
         size = self.inputs.shape[1] ** 2 * max(self.shape)
         lost = (largest_on_diagonal(grams) + largest_on_diagonal(sent) + 1) * lost_in(size)
         grams.mul_(sent)
-        found = grams.flatten(1).sum(1), grams.diagonal(dim1=1, dim2=2).sum(1)
-        return from_gram_terms(self, found, lost, self.output_grads, self._explicit_norms)
+        diagonals = grams.diagonal(dim1=1, dim2=2).sum(1)
+        return squares_of_terms(grams.flatten(1).sum(1), diagonals, lost)
 
-    def _explicit_norms(self) -> Tensor:
+    def _explicit_squares(self) -> Squares:
         block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())
         inputs, output_grads = _aligned(self.inputs), _aligned(self.output_grads)
         blocks = torch.split(inputs, block), torch.split(output_grads, block)
         pairs = zip(*blocks, strict=True)
-        return torch.cat([squared_norms(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs])
+        made = [squares_of(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs]
+        return Squares(torch.cat([squares.found for squares in made]), made[0].lost)
 
     def block_sum(self, weights: Tensor) -> Tensor:
         """``(w ⊙ g)ᵀ x`` over records and positions at once: one matrix product."""

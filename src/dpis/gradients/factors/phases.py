@@ -26,6 +26,7 @@ from dpis.gradients import aligned
 from dpis.gradients.factors.correlation import cheaper_by_gram
 from dpis.gradients.factors.factor import Compound, widest
 from dpis.gradients.factors.geometry import Geometry, Phase, Sizes
+from dpis.gradients.factors.norms import Squares, total_of
 from dpis.gradients.factors.outer import Outer, smallest
 
 FLOATS_AT_ONCE = 1 << 18
@@ -126,13 +127,13 @@ class PhaseGradients(Compound):
         """``[channels_out, channels_in, *kernel]``."""
         return self.of_kernel
 
-    def squared_norms(self) -> Tensor:
+    def squares(self) -> Squares:
         """Those of the phases, added up."""
-        return torch.stack([term.squared_norms() for term in self.terms]).sum(0)
+        return total_of([term.squares() for term in self.terms])
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def quick_sum(self, weights: Tensor) -> Tensor:
         """One product for each phase."""
-        return self._joined([term.weighted_sum(weights) for term in self.terms])
+        return self._joined([term.quick_sum(weights) for term in self.terms])
 
     def explicit(self) -> Tensor:
         """Every record's gradient."""

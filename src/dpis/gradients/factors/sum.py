@@ -13,14 +13,7 @@ from dpis.gradients.aligned import product
 from dpis.gradients.factors.dense import Dense
 from dpis.gradients.factors.factor import Compound, Factor, OverPositions
 from dpis.gradients.factors.lookup import Lookup
-from dpis.gradients.factors.norms import (
-    LARGEST_LOSS,
-    MOST_CANCELLED,
-    lost_in,
-    made_anew,
-    too_small,
-    where_terms_cancel,
-)
+from dpis.gradients.factors.norms import Squares, lost_in, squares_of_terms, total_of
 from dpis.gradients.factors.outer import Outer
 
 
@@ -36,28 +29,16 @@ class Sum(Compound):
         """The shape all terms have."""
         return self.terms[0].shape
 
-    def squared_norms(self) -> Tensor:
-        """Squares and cross terms, explicit where they cancel."""
-        found, doubtful = self._squares()
-        if not bool(doubtful.any()):
-            return found
-        return made_anew(found, doubtful, lambda some: self.select(some).double()._squares()[0])
-
-    def _squares(self) -> tuple[Tensor, Tensor]:
-        """The squared norms, and where cross terms may lack too much of them in float32."""
-        squares = reduce(torch.add, (term.squared_norms() for term in self.terms))
+    def squares(self) -> Squares:
+        """Squares and cross terms, which may cancel."""
+        own = total_of([term.squares() for term in self.terms])
         pairs = [inner_products(a, b) for a, b in combinations(self.terms, 2)]
         cross, lost = (reduce(torch.add, each) for each in zip(*pairs, strict=True))
-        total = squares + 2 * cross
-        least = lost * (MOST_CANCELLED / LARGEST_LOSS)
-        doubtful = (too_small(squares, least) & (squares != 0)) | ~total.isfinite()
-        sure = squares.masked_fill(doubtful, 0.0)
-        explicit = lambda: Dense(self.explicit()).squared_norms()  # noqa: E731
-        return where_terms_cancel(total, sure, explicit), doubtful
+        return squares_of_terms(own.found + 2 * cross, own.found, own.lost + 2 * lost)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def quick_sum(self, weights: Tensor) -> Tensor:
         """The terms' sums, added up."""
-        return reduce(torch.add, (term.weighted_sum(weights) for term in self.terms))
+        return reduce(torch.add, (term.quick_sum(weights) for term in self.terms))
 
     def explicit(self) -> Tensor:
         """The terms' gradients, added up."""
