@@ -72,36 +72,105 @@ class TestChunks:
         assert {value.dtype for value in result.sums.values()} == {torch.float64}
 
     def test_the_chunk_is_chosen_once_and_fits(self) -> None:
-        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss(), expected_records=1000)
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss())
         assert gradients.chunk(labelled(1000)) == gradients.chunk(labelled(3)) == 512
+
+    @pytest.mark.parametrize("records", [1, 5, 100])
+    def test_a_batch_that_fits_runs_as_it_is(self, records: int) -> None:
+        """Copies that fill a chunk up would cost a small batch many times its price."""
+        rows = []
+        gradients = RecordGradients(mlp(), objective=_noting(rows), check=False)
+        gradients.chunk(labelled(3))
+        rows.clear()
+        gradients(labelled(records), ones)
+        assert rows == [records]
+
+    def test_chunks_of_a_batch_are_about_equal(self) -> None:
+        tapes = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=8).tapes(labelled(20))
+        assert [tape.records for tape in tapes] == [7, 7, 6]
+
+    def test_memory_that_runs_out_halves_the_chunk(self) -> None:
+        """The same records, each once, with the same random numbers as if chunks had been so small from the start."""
+        dropped = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES)).double()
+        batch, rows = labelled(12, torch.float64), []
+
+        def with_room_for(most: int, chunk: int) -> RecordGradients:
+            def objective(module: nn.Module, batch: Any) -> Tensor:
+                if len(batch[1]) > most:
+                    torch.rand(7)
+                    raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to ...")
+                return _noting(rows)(module, batch)
+
+            return RecordGradients(dropped, objective=objective, chunk=chunk, check=False)
+
+        scarce, plenty = with_room_for(3, 12), with_room_for(12, 3)
+        for gradients in (scarce, plenty):
+            gradients.chunk(labelled(3, torch.float64))
+        rows.clear()
+        torch.manual_seed(1)
+        found = scarce(batch, ones)
+        assert rows == [3, 3, 3, 3]
+        torch.manual_seed(1)
+        assert torch.equal(found.norms, plenty(batch, ones).norms)
+
+    def test_another_error_is_not_taken_for_it(self) -> None:
+        def objective(module: nn.Module, batch: Any) -> Tensor:
+            if len(batch[1]) > 3:
+                raise RuntimeError("something else")
+            return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+        with pytest.raises(RuntimeError, match="something else"):
+            RecordGradients(mlp(), objective=objective, check=False)(labelled(5), ones)
+
+
+def _noting(rows: list[int]) -> Callable[[nn.Module, Any], Tensor]:
+    """An objective that notes how many rows it is given."""
+
+    def objective(module: nn.Module, batch: Any) -> Tensor:
+        rows.append(len(batch[1]))
+        return nn.functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+    return objective
+
+
+class TestFixedShape:
+    """Chunks of one shape: the last bits of a norm do not depend on who shares the batch."""
 
     def test_the_size_of_a_batch_never_decides_the_chunk(self) -> None:
         """It is private, and the chunk's shape shows in the last bits of every norm."""
-        chunks = {
-            RecordGradients(mlp(), nn.CrossEntropyLoss()).chunk(labelled(n)) for n in (3, 40, 999)
-        }
-        assert len(chunks) == 1
-        expecting = RecordGradients(mlp(), nn.CrossEntropyLoss(), expected_records=20)
-        assert expecting.chunk(labelled(20)) == expecting.chunk(labelled(3)) == LANES
+        made = [self.gradients(expected_records=3000) for _ in range(3)]
+        sizes = {one.chunk(labelled(n)) for one, n in zip(made, (3, 40, 999), strict=True)}
+        assert sizes == {300 // LANES * LANES}
+
+    def test_filling_up_costs_a_twentieth_at_most(self) -> None:
+        for expected in (2560, 3000, 10_000):
+            assert self.gradients(expected_records=expected).chunk(labelled(3)) <= expected / 10
 
     def test_chunks_are_whole_vectors_where_records_are_small(self) -> None:
-        small = RecordGradients(mlp(), nn.CrossEntropyLoss(), chunk=7)
-        assert small.chunk(labelled(3)) == LANES
-        wide = RecordGradients(nn.Linear(1 << 20, CLASSES), nn.CrossEntropyLoss(), chunk=7)
-        assert wide.chunk((torch.zeros(3, 1 << 20), torch.zeros(3, dtype=torch.long))) == 7
+        assert self.gradients(chunk=7).chunk(labelled(3)) == LANES
+        wide = RecordGradients(
+            nn.Linear(1 << 24, 1), nn.MSELoss(), chunk=7, fixed_shape=True, check=False
+        )
+        assert wide.chunk((torch.zeros(3, 1 << 24), torch.zeros(3, 1))) == 7
+
+    def gradients(self, **settings: Any) -> RecordGradients:
+        return RecordGradients(mlp(), nn.CrossEntropyLoss(), fixed_shape=True, **settings)
 
 
 class TestBatchShaped:
     """What the mechanism writes into the ledger: whether a norm's last bits may depend on the neighbours."""
 
+    def test_a_batch_that_runs_as_it_is(self) -> None:
+        assert RecordGradients(mlp(), nn.CrossEntropyLoss()).batch_shaped(labelled(9))
+
     def test_shapes_that_are_ours(self) -> None:
-        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss())
+        gradients = RecordGradients(mlp(), nn.CrossEntropyLoss(), fixed_shape=True)
         assert not gradients.batch_shaped(labelled(9))
 
     @pytest.mark.parametrize("name", ["lstm-packed", "gru-packed", "embedding-bag-offsets"])
     def test_shapes_that_follow_the_values(self, name: str) -> None:
         problem = next(p for p in PROBLEMS if p.id == name)
-        gradients = RecordGradients(problem.module(), objective=problem.objective)
+        gradients = RecordGradients(problem.module(), objective=problem.objective, fixed_shape=True)
         assert gradients.batch_shaped(problem.batch(8))
 
     def test_a_batch_cut_to_its_longest_record(self) -> None:
@@ -116,7 +185,7 @@ class TestBatchShaped:
                 return (self.linear(x[:, :longest]) * used[:, :longest, None]).sum(1)
 
         batch = torch.randn(3, 5, 6), torch.tensor([1, 2, 4]), torch.tensor([0, 1, 2])
-        assert RecordGradients(Cut(), nn.CrossEntropyLoss()).batch_shaped(batch)
+        assert RecordGradients(Cut(), nn.CrossEntropyLoss(), fixed_shape=True).batch_shaped(batch)
 
     def test_a_result_that_depends_on_the_place(self) -> None:
         class Placed(nn.Module):
@@ -128,7 +197,7 @@ class TestBatchShaped:
                 last_bit = 1 + 2.0**-23 * (torch.arange(len(x)) == len(x) - 1)
                 return self.linear(x) * last_bit[:, None]
 
-        gradients = RecordGradients(Placed(), nn.CrossEntropyLoss())
+        gradients = RecordGradients(Placed(), nn.CrossEntropyLoss(), fixed_shape=True)
         assert gradients.batch_shaped(labelled(9))
 
 
@@ -141,7 +210,12 @@ def test_a_norm_does_not_depend_on_who_shares_the_batch(problem: Problem) -> Non
     K = problem.rows_per_record
     module, batch = problem.module(), problem.batch(24 * K)
     gradients = RecordGradients(
-        module, objective=problem.objective, rows_per_record=K, chunk=16, check=False
+        module,
+        objective=problem.objective,
+        rows_per_record=K,
+        chunk=16,
+        fixed_shape=True,
+        check=False,
     )
 
     def norms(records: Tensor) -> Tensor:
@@ -355,7 +429,10 @@ class TestLaterBatches:
         self, rows_per_record: int
     ) -> None:
         gradients = RecordGradients(
-            Sorted(), nn.CrossEntropyLoss(), rows_per_record=rows_per_record
+            Sorted(),
+            nn.CrossEntropyLoss(),
+            rows_per_record=rows_per_record,
+            fixed_shape=True,
         )
         x, y = labelled(8)
         for _ in range(2):  # the third pass is not one of those that are looked at closely
@@ -493,7 +570,9 @@ ODD_SIZES: dict[str, tuple[int, int, Callable[[], nn.Module]]] = {
 @pytest.mark.slow
 def test_a_norm_keeps_its_bits_at_odd_sizes(name: str, chunk: int) -> None:
     features, positions, model = ODD_SIZES[name]
-    gradients = RecordGradients(model(), nn.CrossEntropyLoss(), chunk=chunk, check=False)
+    gradients = RecordGradients(
+        model(), nn.CrossEntropyLoss(), chunk=chunk, fixed_shape=True, check=False
+    )
     x, y = torch.randn(40, positions, features), torch.randint(0, CLASSES, (40,))
     norms = gradients((x, y), ones).norms
     for _ in range(3):

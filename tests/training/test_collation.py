@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from dpis.accounting import Norms
 from dpis.errors import CouplingError, InputError
+from dpis.mechanism import run_plan
 from tests.training.toys import (
     fit,
     ledger,
@@ -57,8 +58,18 @@ def test_shapes_that_follow_the_batch_can_be_declared(tmp_path: Path) -> None:
     result = fit(tmp_path / "run", MeanOfWords(), batch_shaped=True, **settings)
     assert ledger(result.folder).header.norms is Norms.BATCH_SHAPED
     assert any("batch-shaped" in note for note in result.summary.notes)
-    plain = fit(tmp_path / "plain")
-    assert ledger(plain.folder).header.norms is Norms.FIXED_SHAPE
+
+
+def test_small_steps_are_not_filled_up_and_large_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a number that is public before the data is touched; the ledger says which."""
+    small = fit(tmp_path / "small")
+    assert ledger(small.folder).header.norms is Norms.BATCH_SHAPED
+    assert not any("batch-shaped" in note for note in small.summary.notes)  # nothing is padded
+    monkeypatch.setattr(run_plan, "LEAST_TO_FILL", 1)
+    large = fit(tmp_path / "large")
+    assert ledger(large.folder).header.norms is Norms.FIXED_SHAPE
 
 
 class UnmaskedMean(MeanOfWords):
@@ -103,7 +114,11 @@ class Packed(nn.Module):
         return self.out(self.rnn(packed)[1][0])
 
 
-def test_packed_sequences_must_be_declared(tmp_path: Path) -> None:
+def test_packed_sequences_must_be_declared_where_shapes_are_fixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fit(tmp_path / "small", Packed()).claim
+    monkeypatch.setattr(run_plan, "LEAST_TO_FILL", 1)
     with pytest.raises(InputError, match="batch_shaped=True"):
         fit(tmp_path / "run", Packed())
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,16 +21,20 @@ from dpis.gradients.tape import Tape
 # Chooses the weights of records from their norms and their indices in the batch.
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
-# What the activations of one chunk may take: larger chunks fall out of the caches.
 CHUNK_BYTES = 64 << 20
+"""What the activations of one chunk may take on a CPU: larger chunks fall out of the caches."""
 LARGEST_CHUNK = 512
-# Below so much to fill a chunk up costs less than a second pass: nearly every batch should fit one.
-CHEAP_BYTES = 1 << 20
+"""On a CPU; other devices take as many records as fit."""
+PARAMETERS_WORTH = 8
+"""A chunk reads all parameters and writes all sums, whatever its size: its activations may take so many times their
+room, if there is memory."""
+SHARE_OF_MEMORY = 8
+"""A chunk takes this part of the memory at most: activations are what can be told beforehand, not all there is."""
+SHARE_OF_DRAW = 10
+"""Chunks of one shape are this part of a draw at most: half a chunk is filled up on average, 5 % of it."""
 # Vector kernels treat the entries that do not fill their last vectors by other code, which rounds differently. With
 # whole vectors of records there are none, in whatever order records and features lie.
 LANES = 64 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 32
-# Where nothing is said of how many records to expect: small batches are not padded beyond measure.
-USUAL_CHUNK = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +65,12 @@ class RecordGradients:
         objective: ``objective(module, batch)``, instead of ``loss``, for anything else.
         rows_per_record: a record is this many consecutive rows of the batch (augmentations of an
             image, texts of a user); its loss is the mean over its rows.
-        chunk: how many records run at once; None: as many as fit the caches. Batches are padded to
-            whole chunks, so that a record's norm does not depend on who shares its batch. For the same reason
-            chunks are whole multiples of ``LANES``, unless records are so large that this would not fit.
-        expected_records: how many records a batch has on average, as far as that is public; no
-            larger chunk is chosen. The size of an actual batch never decides: it is private.
+        chunk: at most so many records run at once; None: as many as suit caches and memory.
+        fixed_shape: chunks have one shape, filled up with copies, in whole multiples of ``LANES`` unless records are
+            so large that this would not fit. Then the last bits of a record's norm do not depend on who shares its
+            batch. Otherwise a batch runs as it is, and they may (docs/soundness.md says why that is harmless).
+        expected_records: how many records a batch has on average, as far as that is public; chunks of one shape are
+            chosen by it. The size of an actual batch never decides: it is private.
         check: compare with plain autograd at the first batch.
 
     Example:
@@ -84,7 +90,8 @@ class RecordGradients:
         objective: Objective | None = None,
         rows_per_record: int = 1,
         chunk: int | None = None,
-        expected_records: int = USUAL_CHUNK,
+        fixed_shape: bool = False,
+        expected_records: int = LARGEST_CHUNK,
         check: bool = True,
     ) -> None:
         if loss is not None and objective is None:
@@ -93,6 +100,7 @@ class RecordGradients:
             raise InputError("Exactly one of loss and objective is required.")
         self._recorder = Recorder(checked_model(module), objective, rows_per_record, check)
         self._given_chunk, self._expected_records = chunk, expected_records
+        self.fixed_shape = fixed_shape
         self._chunk: int | None = None
         self._batch_shaped: bool | None = None
         self.parameters = self._recorder.parameters
@@ -137,49 +145,80 @@ class RecordGradients:
     def tapes(self, batch: Batch, present: Tensor | None = None) -> Iterator[Tape]:
         """One forward and one backward pass for each chunk of a batch of any size, none included.
 
-        Chunks all have one shape: the last is filled up with copies, which get no weight.
+        Where memory runs out, chunks are halved, for good, and the same records run again.
 
         Args:
             batch: the records.
             present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
         """
+        records, start = batches.records(batch, self._recorder.rows_per_record), 0
+        while start < records:
+            most, left = self.chunk(batch), records - start
+            size = most if self.fixed_shape else math.ceil(left / math.ceil(left / most))
+            generators = torch.get_rng_state()
+            try:
+                tape = self._chunk_tape(batch, present, start, size, min(size, left))
+            except RuntimeError as error:
+                if size == 1 or not _out_of_memory(error):
+                    raise
+                self._chunk = size // 2
+                torch.set_rng_state(generators)
+                continue
+            yield tape
+            start += tape.records
+
+    def _chunk_tape(
+        self, batch: Batch, present: Tensor | None, start: int, size: int, real: int
+    ) -> Tape:
+        """Of ``size`` records from ``start`` on; copies of the last stand for those after the first ``real``."""
         K = self._recorder.rows_per_record
-        records = batches.records(batch, K)
-        size = self.chunk(batch) if records else 1
-        for start in range(0, records, size):
-            real = min(size, records - start)
-            if real == size:
-                chunk = batches.between(batch, start * K, (start + size) * K)
-                shown = None if present is None else present[start : start + size]
-            else:
-                places = torch.arange(start, start + size, device=batches.device(batch))
-                places = places.clamp(max=records - 1)
-                chunk = batches.take(batch, batches.rows_of_records(places, K))
-                shown = None if present is None else present[places]
-            yield self._recorder.record(chunk, shown, real if real < size else None)
+        if real == size:
+            chunk = batches.between(batch, start * K, (start + size) * K)
+            shown = None if present is None else present[start : start + size]
+            return self._recorder.record(chunk, shown)
+        places = torch.arange(start, start + size, device=batches.device(batch))
+        places = places.clamp(max=start + real - 1)
+        chunk = batches.take(batch, batches.rows_of_records(places, K))
+        shown = None if present is None else present[places]
+        return self._recorder.record(chunk, shown, real)
 
     def chunk(self, batch: Batch) -> int:
-        """How many records run at once: fixed by the model and the sizes of one record."""
+        """How many records run at once, at most: fixed by the model, the sizes of one record and the machine."""
         if self._chunk is None:
             self._recorder.prepare(batch)
-            bytes_per_record = max(1, self._recorder.bytes_per_record)
-            fitting = CHUNK_BYTES // bytes_per_record
-            usual = min(LARGEST_CHUNK, self._expected_records)
-            most = min(LARGEST_CHUNK, usual + math.ceil(4 * math.sqrt(usual)))  # of Poisson draws
-            wanted = self._given_chunk or (most if most * bytes_per_record < CHEAP_BYTES else usual)
-            whole_lanes = LANES * -(-wanted // LANES)
-            power_of_two = 1 << max(0, fitting.bit_length() - 1)
-            self._chunk = (
-                whole_lanes if whole_lanes <= fitting else self._given_chunk or power_of_two
-            )
+            fitting = self._budget(batches.device(batch)) // max(1, self._recorder.bytes_per_record)
+            most = LARGEST_CHUNK if batches.device(batch).type == "cpu" else fitting
+            wanted = self._given_chunk or max(1, min(fitting, most))
+            self._chunk = self._of_one_shape(wanted, fitting) if self.fixed_shape else wanted
         return self._chunk
+
+    def _of_one_shape(self, wanted: int, fitting: int) -> int:
+        """Whole lanes, where they fit: rounded up if the size was given, else down to a part of what is expected."""
+        if self._given_chunk is None:
+            wanted = max(
+                LANES, min(wanted, self._expected_records // SHARE_OF_DRAW) // LANES * LANES
+            )
+        whole_lanes = LANES * -(-wanted // LANES)
+        power_of_two = 1 << max(0, fitting.bit_length() - 1)
+        return whole_lanes if whole_lanes <= fitting else self._given_chunk or power_of_two
+
+    def _budget(self, device: torch.device) -> int:
+        """Bytes that the activations of a chunk may take."""
+        if device.type != "cpu":
+            free: int = torch.get_device_module(device).mem_get_info(device)[0]
+            return free // 2
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE_OF_MEMORY
+        return max(CHUNK_BYTES, min(memory, PARAMETERS_WORTH * self._recorder.parameter_bytes))
 
     def batch_shaped(self, batch: Batch) -> bool:
         """Whether the last bits of a record's norm may depend on who shares its batch.
 
-        They do where sizes inside the model follow the batch (packed sequences), and where a kernel rounds records
-        differently by their place. The latter is tried out, once, on a chunk of these records in several orders.
+        With chunks of one shape they do where sizes inside the model follow the batch (packed sequences), and where a
+        kernel rounds records differently by their place. The latter is tried out, once, on a chunk of these records
+        in several orders.
         """
+        if not self.fixed_shape:
+            return True
         if self._batch_shaped is None:
             size, K = self.chunk(batch), self._recorder.rows_per_record
             places = torch.arange(size, device=batches.device(batch)) % batches.records(batch, K)
@@ -191,6 +230,11 @@ class RecordGradients:
     def gradients_agree(self, one: Batch, other: Batch) -> bool:
         """Whether two batches have one gradient, by plain autograd: the same rows, say, padded otherwise."""
         return self._recorder.gradients_agree(one, other)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    """Devices have an error of their own; the CPU's says so in words."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -84,6 +84,7 @@ class Recorder:
         self.rows_per_record = rows_per_record
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.bytes_per_record, self.batch_shaped = 0, False
+        self.parameter_bytes = sum(p.nbytes for p in module.parameters())
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
         self._check, self._ready = check, False
         self._plan: Plan = {}

@@ -36,6 +36,10 @@ from dpis.options import Method
 MOST_COUNT_CHANGE = 2.0
 """A released number of records may differ from the declared one by this factor, no more."""
 
+LEAST_TO_FILL = 2560
+"""Expected records of a step: chunks of a tenth of them, 256, are large enough not to be slow. The same number on every
+machine: a ledger's header is made from it, and a run may be resumed elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -61,6 +65,11 @@ class RunPlan:
         if self.config.method.by_importance:
             return min(self.config.headroom * self.workload.batch_size, largest)
         return largest
+
+    @property
+    def too_small_to_fill(self) -> bool:
+        """Whether to fill chunks of records up to one shape would cost more than 5 % of a step (rule 19)."""
+        return self.most_expected_candidates < LEAST_TO_FILL
 
     def header(
         self,

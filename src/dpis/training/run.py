@@ -137,6 +137,11 @@ class Run:
             lock.release()
             raise
 
+    @property
+    def batch_shaped(self) -> bool:
+        """Whether the last bits of a record's norm may depend on who shares its batch; the ledger says so."""
+        return self.options.batch_shaped or self.mechanism.plan.too_small_to_fill
+
     def save(self, training: dict[str, Any]) -> None:
         """Replace the secret checkpoint."""
         self.key.require_home()
@@ -171,7 +176,7 @@ class Run:
             versions=versions(),
             seeded=self.key.seeded,
             diagnostics=self.options.diagnostics,
-            norms_batch_shaped=self.options.batch_shaped,
+            norms_batch_shaped=self.options.batch_shaped or plan.too_small_to_fill,
             user_level=self.options.user_level,
         )
         ledger = self.folder.ledger

@@ -75,7 +75,7 @@ class Trainer:
         self._device = task.records.device
         self._evaluation_layers = evaluation_layers(task.model)
         self._trial = Evaluation({}, 0)  # of the held-out metrics, before training
-        self._shapes_checked = run.options.batch_shaped
+        self._shapes_checked = run.batch_shaped
         self._stepped = False
         self._looks = Looks()  # at frozen parameters
         self._between_steps = False
@@ -101,6 +101,7 @@ class Trainer:
             objective=task.objective,
             rows_per_record=task.records.rows_per_record,
             chunk=task.physical_batch,
+            fixed_shape=not self.run.batch_shaped,
             expected_records=math.ceil(self._mechanism.plan.most_expected_candidates),
         )
 

@@ -46,7 +46,8 @@ class Dense(Stored):
         total = weights[whole:] @ flat[whole:]
         if whole:
             rows = weights[:whole].view(-1, 1, RECORDS_IN_A_ROW)
-            total += torch.bmm(rows, flat[:whole].unflatten(0, (-1, RECORDS_IN_A_ROW))).sum((0, 1))
+            several = flat[:whole].view(-1, RECORDS_IN_A_ROW, flat.shape[1])
+            total += torch.bmm(rows, several).sum((0, 1))
         return total.view(self.gradients.shape[1:])
 
     def explicit(self) -> Tensor:
