@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
+from dpis.coupling.agreement import PlainGradients, norms_fit, same_gradient, without_dropout
 from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe
@@ -132,13 +133,46 @@ def test_half_of_the_records_are_asked_and_the_others_have_no_gradient() -> None
         refuse_gradient_of_others(torch.tensor([0.0, 1e-30]), "linear with weight")
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Gradients of one parameter, with the norms that they are said to have."""
+
+    gradients: Tensor
+    of: float = 1.0
+
+    @property
+    def records(self) -> int:
+        return len(self.gradients)
+
+    def norms(self) -> Tensor:
+        return self.of * self.gradients.double().norm(dim=1)
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        return {"weight": weights.to(self.gradients) @ self.gradients}
+
+
 def test_gradients_and_norms_are_compared_record_by_record() -> None:
-    plain, norms = {"weight": ROWS}, ROWS.double().norm(dim=1)
-    assert disagreements(plain, norms, plain, half=False) == []
-    assert disagreements({"weight": 1.01 * ROWS}, norms, plain, half=False) == ["weight"]
-    assert disagreements(plain, 0.9 * norms, plain, half=False) == ["weight"]
-    assert norms_fit(plain, norms, half=False)
-    assert not norms_fit(plain, 0.9 * norms, half=False)
+    plain = PlainGradients.of({"weight": row} for row in ROWS)
+    assert plain.disagreements(Recorded(ROWS), half=False) == []
+    assert plain.disagreements(Recorded(1.01 * ROWS), half=False) == ["weight"]
+    assert plain.disagreements(Recorded(ROWS, of=0.9), half=False) == ["weight"]
+    assert norms_fit(Recorded(ROWS), half=False)
+    assert not norms_fit(Recorded(ROWS, of=0.9), half=False)
+
+
+@pytest.mark.parametrize("record", range(len(ROWS)))
+def test_one_wrong_record_shows_beside_large_ones(record: int) -> None:
+    """Each is in the sum with length one: what is off by a hundredth of a small gradient is not lost."""
+    sizes = 10.0 ** torch.arange(0, 2 * len(ROWS), 2)
+    rows = ROWS * sizes[:, None].flip(0)
+    plain = PlainGradients.of({"weight": row} for row in rows)
+    wrong = rows.clone()
+    wrong[record] = rows[record].roll(1)  # of the right length
+    assert plain.disagreements(Recorded(rows), half=False) == []
+    assert plain.disagreements(Recorded(wrong), half=False) == ["weight"]
+
+
+def test_gradients_that_agree_one_way() -> None:
     assert same_gradient(ROWS[0], 1.01 * ROWS[0], half=True)
     assert not same_gradient(ROWS[0], 1.01 * ROWS[0], half=False)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,28 +16,79 @@ HALF_TOLERANCE = 0.1
 VANISHING = 1e-18
 """A gradient this small is none: its squares vanish in float32, and clipping leaves nothing of it to bound."""
 
-Explicit = Mapping[str, Tensor]
-"""The gradients of a few records for each parameter, ``[records, *shape]``."""
+
+class RecordedGradients(Protocol):
+    """Gradients that were computed fast: what a tape answers."""
+
+    @property
+    def records(self) -> int:
+        """How many."""
+        ...
+
+    def norms(self) -> Tensor:
+        """Those that records are clipped by."""
+        ...
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """What is released, but for the noise."""
+        ...
 
 
-def disagreements(fast: Explicit, norms: Tensor, plain: Explicit, half: bool) -> list[str]:
-    """The parameters for which a record's gradient differs from plain autograd's.
+@dataclass(frozen=True, eq=False)
+class PlainGradients:
+    """The gradients of a few records by plain autograd: their norms, and one sum of all, each with length one.
 
-    Args:
-        fast: the gradients that are summed.
-        norms: and the norms that they are clipped by.
-        plain: the gradients by autograd on one record at a time.
-        half: whether the forward pass ran in half precision.
+    Signs in the sum are random: gradients that are wrong do not make each other good. No gradient of a record is held.
+
+    Attributes:
+        norms: ``[records]``, float64.
+        weights: with which each is in the sums; zero where a gradient is not finite, or vanishes.
+        sums: by parameter.
     """
-    sizes = _sizes(plain)
-    off = [name for name in plain if _differ(fast[name], plain[name], sizes, half)]
-    wrong = not off and _are_others(norms, sizes, half)
-    return sorted(plain) if wrong else sorted(off)
+
+    norms: Tensor
+    weights: Tensor
+    sums: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(each: Iterable[Mapping[str, Tensor]]) -> PlainGradients:
+        """From the gradients of one record at a time."""
+        norms, weights, sums = [], [], dict[str, Tensor]()
+        for one in each:
+            norm = _norm_of(one.values())
+            sign = 1.0 if bool(torch.rand(()) < 0.5) else -1.0
+            usable = bool(norm.isfinite()) and bool(norm > VANISHING)
+            weight = sign / norm if usable else torch.zeros_like(norm)
+            norms.append(norm)
+            weights.append(weight)
+            for name, gradient in one.items():
+                share = gradient * weight.to(gradient) if usable else torch.zeros_like(gradient)
+                sums[name] = sums[name].add_(share) if name in sums else share
+        return PlainGradients(torch.stack(norms), torch.stack(weights), sums)
+
+    def disagreements(self, fast: RecordedGradients, half: bool) -> list[str]:
+        """The parameters whose gradients differ from these.
+
+        Args:
+            fast: the same records.
+            half: whether the forward pass ran in half precision.
+        """
+        sums = fast.weighted_sum(self.weights)
+        off = [name for name in self.sums if _differ(sums[name], self.sums[name], half)]
+        wrong = not off and _are_others(fast.norms(), self.norms, half)
+        return sorted(self.sums) if wrong else sorted(off)
+
+    def equals(self, other: PlainGradients) -> bool:
+        """Bit for bit; of records that vanish or are not finite, nothing is known."""
+        return torch.equal(self.norms.nan_to_num(), other.norms.nan_to_num())
 
 
-def norms_fit(fast: Explicit, norms: Tensor, half: bool) -> bool:
+def norms_fit(fast: RecordedGradients, half: bool) -> bool:
     """Whether the norms of a few records are those of the gradients that are summed."""
-    return not _are_others(norms, _sizes(fast), half)
+    norms = fast.norms()
+    alone = torch.diag(norms.isfinite().to(norms))
+    sizes = [_norm_of(fast.weighted_sum(only).values()) for only in alone]
+    return not _are_others(norms, torch.stack(sizes), half)
 
 
 def same_gradient(one: Tensor, other: Tensor, half: bool) -> bool:
@@ -45,25 +98,24 @@ def same_gradient(one: Tensor, other: Tensor, half: bool) -> bool:
 
 
 def _are_others(norms: Tensor, sizes: Tensor, half: bool) -> bool:
-    return bool(((norms - sizes).abs() > _loosest(half) * sizes + VANISHING).any())
+    off = (norms - sizes).abs() > _loosest(half) * sizes + VANISHING
+    return bool((off & sizes.isfinite()).any())
 
 
 def _loosest(half: bool) -> float:
     return HALF_TOLERANCE if half else max(TOLERANCES.values())
 
 
-def _sizes(gradients: Explicit) -> Tensor:
-    """The norm of every record's whole gradient."""
-    squares = [g.double().reshape(len(g), -1).square().sum(1) for g in gradients.values()]
-    return torch.stack(squares).sum(0).sqrt()
-
-
-def _differ(fast: Tensor, plain: Tensor, sizes: Tensor, half: bool) -> bool:
-    """Whether the gradient of any record is off, by the size of that record's whole gradient."""
+def _differ(fast: Tensor, plain: Tensor, half: bool) -> bool:
+    """Whether sums of gradients of length one are off, each by its own precision."""
     tolerance = HALF_TOLERANCE if half else TOLERANCES.get(fast.dtype, HALF_TOLERANCE)
-    differences = (fast.double() - plain.double()).reshape(len(sizes), -1)
-    close = differences.norm(dim=1) <= tolerance * sizes + VANISHING
-    return bool((~close & sizes.isfinite()).any())
+    return not bool(_norm_of([fast - plain]) <= tolerance)
+
+
+def _norm_of(gradient: Iterable[Tensor]) -> Tensor:
+    """Over all parameters, in float64, without a copy."""
+    wide = torch.float64
+    return torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in gradient]).norm()
 
 
 @contextmanager

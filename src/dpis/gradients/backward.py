@@ -102,7 +102,7 @@ def _parts(watch: Watch, of: ParameterFactor) -> Iterator[tuple[str, Part]]:
 
 def _by_autograd(watch: Watch, source: Computed, gradients: Tensor) -> Iterator[tuple[str, Part]]:
     """``Jᵀ g_i`` for every record, where ``J`` is how the tensor depends on its parameters."""
-    owners = {name: watch.parameters[name] for name in names_in(source.label)}
+    owners = {name: watch.parameters[name].parameter for name in names_in(source.label)}
     explicit = torch.autograd.grad(
         source.tensor,
         list(owners.values()),

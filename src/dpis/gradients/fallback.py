@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,14 +75,18 @@ class SlowGradients:
         self, batch: Batch, records: int, present: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Plain autograd on one record after the other: the oracle that cannot be wrong."""
+        gradients = list(self.each(batch, records, present))
+        return {name: torch.stack([one[name] for one in gradients]) for name in self.parameters}
+
+    def each(
+        self, batch: Batch, records: int, present: Tensor | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """The same, one record's gradient at a time."""
         rows_per_record = batches.rows(batch) // records
-        gradients = []
         for record in torch.arange(records, device=batches.device(batch)):
             own = batches.take(batch, batches.rows_of_records(record[None], rows_per_record))
             rows = None if present is None else present[record][None]
-            gradients.append(self._of_one(own, rows))
-        columns = zip(*gradients, strict=True)
-        return dict(zip(self.parameters, map(torch.stack, columns), strict=True))
+            yield dict(zip(self.parameters, self._of_one(own, rows), strict=True))
 
     def _of_one(self, record: Batch, present: Tensor | None) -> list[Tensor]:
         wanted = list(self.parameters.values())

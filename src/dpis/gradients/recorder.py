@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpis import batches
 from dpis.batches import Batch
-from dpis.coupling.agreement import disagreements, norms_fit, same_gradient, without_dropout
+from dpis.coupling.agreement import PlainGradients, norms_fit, same_gradient, without_dropout
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.looks import Looks
 from dpis.coupling.neighbours import half_of
@@ -37,7 +37,7 @@ from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.parts import Part, Place, without_overlap
 from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.verdicts import Beyond, Placed, Plan
-from dpis.gradients.watch import Watch
+from dpis.gradients.watch import Watch, shown
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ MOST_ATTEMPTS = 20
 
 
 # How many records are compared with plain autograd at the first pass, and at the 2nd, 4th, 8th, ...
-COMPARED_FIRST, COMPARED_LATER = 8, 4
+COMPARED_FIRST, COMPARED_LATER = 4, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +83,7 @@ class Recorder:
         self.module, self.objective = module, objective
         self.rows_per_record = rows_per_record
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._shown = shown(self.parameters)
         self.bytes_per_record, self.batch_shaped = 0, False
         self.parameter_bytes = sum(p.nbytes for p in module.parameters())
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
@@ -277,7 +278,7 @@ class Recorder:
 
     def _new_watch(self, plan: Plan, planning: bool = False) -> Watch:
         may_run_again = planning or self._ran_again
-        return Watch(self.parameters, plan, keep_watched=planning, may_run_again=may_run_again)
+        return Watch(self._shown, plan, keep_watched=planning, may_run_again=may_run_again)
 
     def _slowly(
         self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None
@@ -329,8 +330,8 @@ class Recorder:
         unseen = [name for name, parts in self._record(few).parts.items() if not parts]
         if not unseen:
             return
-        plain = self._one_by_one(few)
-        missing = [name for name in unseen if not plain[name].any()]
+        sums = self._plainly(few).sums
+        missing = [name for name in unseen if not sums[name].any()]
         if missing:
             raise InputError(
                 f"Every trainable parameter needs a gradient; found none for {', '.join(missing)}. "
@@ -352,18 +353,15 @@ class Recorder:
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
-            plain = self._one_by_one(few)
-            half = self._half(few)
-            fast = _explicit(self._record(few))
-            off = disagreements(*fast, plain, half)
-            if off and norms_fit(*fast, half) and self._agrees_in_float64(few):
+            plain, half = self._plainly(few), self._half(few)
+            off = plain.disagreements(self._record(few), half)
+            if off and norms_fit(self._record(few), half) and self._agrees_in_float64(few):
                 return  # rounding: two positions share a maximum, a softmax has come to 1
             if off:
-                again = self._one_by_one(few)
-                if any(not torch.equal(plain[name], again[name]) for name in plain):
+                if not self._plainly(few).equals(plain):
                     return  # the model is random even without dropout: nothing to compare with
                 self._slow |= dict.fromkeys(off, "the fast gradient differed from autograd's")
-                off = disagreements(*_explicit(self._record(few)), plain, half)
+                off = plain.disagreements(self._record(few), half)
         if off:
             raise GradientError(
                 "Gradients of single records were required to equal those of plain autograd on one "
@@ -380,15 +378,15 @@ class Recorder:
             exactly = batches.apply(lambda t: t.double() if t.is_floating_point() else t, few)
             with without_dropout(module):
                 exact.prepare(exactly)
-                fast = _explicit(exact._record(exactly))
-                return not disagreements(*fast, exact._one_by_one(exactly), half=False)
+                plain = exact._plainly(exactly)
+                return not plain.disagreements(exact._record(exactly), half=False)
         except Exception:
             return False  # losses and layers may hold numbers of one type
 
-    def _one_by_one(self, few: Batch) -> dict[str, Tensor]:
-        records = batches.records(few, self.rows_per_record)
+    def _plainly(self, few: Batch) -> PlainGradients:
         slowly = SlowGradients(self.module, self._loss_of_record, self.parameters)
-        return slowly.one_by_one(few, records)
+        each = slowly.each(few, batches.records(few, self.rows_per_record))
+        return PlainGradients.of(each)
 
     def _few(self, batch: Batch) -> Batch:
         """Three records; fewer are repeated."""
@@ -414,13 +412,6 @@ class Recorder:
             finally:
                 for buffer, before in buffers:
                     buffer.data.copy_(before)
-
-
-def _explicit(tape: Tape) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of every record by itself, as it is summed, and the norms that it is clipped by."""
-    norms = tape.norms()
-    each = [tape.weighted_sum(only) for only in torch.eye(tape.records, device=norms.device)]
-    return {name: torch.stack([one[name] for one in each]) for name in tape.parameters}, norms
 
 
 def _eagerly() -> AbstractContextManager[object]:

@@ -57,6 +57,11 @@ class Computed(ParameterSource):
 Sources = tuple[ParameterSource, ...]
 
 
+def shown(parameters: Mapping[str, Tensor]) -> dict[str, Shown]:
+    """Whole parameters, by name."""
+    return {n: Shown(p, n, n, p, Place.of(p, p)) for n, p in parameters.items()}
+
+
 @dataclass(frozen=True, eq=False)
 class Use:
     """A call whose result depends on the records: what is kept until its gradients are known.
@@ -105,7 +110,7 @@ class Watch(TorchFunctionMode):
     autograd skips every weight gradient by itself.
 
     Args:
-        parameters: the trainable parameters by name.
+        parameters: the trainable parameters, as `shown` gives them.
         plan: what is known of each call. The results of those that depend on no record are followed
             as the parameters are.
         keep_watched: keep the watched tensors too, to look at their values.
@@ -114,7 +119,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(
         self,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Shown],
         plan: Plan,
         keep_watched: bool = False,
         may_run_again: bool = True,
@@ -129,9 +134,9 @@ class Watch(TorchFunctionMode):
         self._plan = plan
         self._keep_watched, self._may_run_again = keep_watched, may_run_again
         self._seen: Counter[tuple[Callable[..., Any], tuple[Hashable, ...]]] = Counter()
-        self._sources: dict[int, ParameterSource] = {}
-        for name, parameter in parameters.items():
-            self._follow(Shown(parameter, name, name, parameter, Place.of(parameter, parameter)))
+        self._sources: dict[int, ParameterSource] = {
+            id(source.tensor): source for source in parameters.values()
+        }
 
     def __torch_function__(
         self,

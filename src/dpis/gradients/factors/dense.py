@@ -27,6 +27,11 @@ class Dense(Stored):
     """``[records, *shape]``."""
 
     @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.gradients.shape[0]
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the parameter."""
         return self.explicit().shape[1:]

@@ -32,6 +32,11 @@ class Outer(OverPositions):
     """``[records, positions, O]``."""
 
     @property
+    def records(self) -> int:
+        """How many records the factor holds."""
+        return self.inputs.shape[0]
+
+    @property
     def shape(self) -> torch.Size:
         """The shape of the weight, ``[O, I]``."""
         return torch.Size((self.output_grads.shape[2], self.inputs.shape[2]))

@@ -57,6 +57,8 @@ class Call:
 
     def in_full_precision(self) -> Call:
         """The same call with half-precision arguments in float32 (parameters stay themselves)."""
+        if not any(value.dtype in HALF for value in self.inputs()):
+            return self
 
         def wide(argument: Any) -> Any:
             known = not isinstance(argument, Tensor) or self.wants(argument)
