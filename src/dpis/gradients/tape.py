@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -41,7 +41,11 @@ class Tape:
             return torch.stack(squares).sum(0).sqrt()[: self.records]
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.
+        """``Σ_i weights_i grad_i`` by parameter name, as `weighted_sums` gives them."""
+        return dict(self.weighted_sums(weights))
+
+    def weighted_sums(self, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better, each in memory of its own.
 
         Records of weight zero take no part: they cost nothing, and a gradient among them that is
         not finite does no harm.
@@ -55,13 +59,12 @@ class Tape:
             weights = functional.pad(weights, (0, self.filling))
         kept = kept_by(weights)
         own = weights if kept is None else chosen(weights, kept)
-        with torch.no_grad(), full_precision(self._device):
-            return {
-                name: weighted_sum(_select(parts, kept), parameter, own)
-                for (name, parameter), parts in zip(
-                    self.parameters.items(), self.parts.values(), strict=True
-                )
-            }
+        for (name, parameter), parts in zip(
+            self.parameters.items(), self.parts.values(), strict=True
+        ):
+            with torch.no_grad(), full_precision(self._device):
+                total = weighted_sum(_select(parts, kept), parameter, own)
+            yield name, total
 
     @property
     def _device(self) -> torch.device:
