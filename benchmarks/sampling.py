@@ -152,9 +152,12 @@ def measure_noise(workload: Workload, limit: float, repeats: int, clock: str) ->
     model, batch = workload.build(), workload.batch()
     step = prepared("dpis norms+sum", model, batch)
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    count = iter(range(1 << 60))
+    count, entries = iter(range(1 << 60)), sum(value.numel() for value in sums.values())
     times = median_milliseconds(
-        {"step": step, "noise": lambda: add_noise(sums, 1.0, KEY.stream("noise", next(count)))},
+        {
+            "step": step,
+            "noise": lambda: add_noise(sums, 1.0, KEY.normals("noise", next(count), entries)),
+        },
         repeats,
         CLOCKS[clock],
     )

@@ -14,7 +14,7 @@ import pickle
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,19 +28,20 @@ from scipy import stats
 from dpis import randomness
 from dpis.errors import InputError
 from dpis.generators import GeneratorStates
-from dpis.randomness import Key, Stream
+from dpis.randomness import TILE, Key, Normals, Stream
 from tests.forks import error_in_a_fork, needs_fork
+from tests.mechanism.systems import recorded_ciphers, shared_blocks
 
 FALSE_ALARM = 1e-6
 KEY = Key.from_seed(20220)
 
 
-def counter_mode(secret: bytes, purpose: str, step: int, count: int) -> bytes:
+def counter_mode(secret: bytes, purpose: str, step: int, count: int, first: int = 0) -> bytes:
     """The stream block by block, from the block cipher alone."""
     message = b"dpis/randomness/1:" + step.to_bytes(8, "big") + purpose.encode()
     key = hmac.new(secret, message, hashlib.sha256).digest()
     cipher = Cipher(algorithms.AES(key), modes.ECB()).encryptor()
-    blocks = [cipher.update(i.to_bytes(16, "big")) for i in range(-(-count // 16))]
+    blocks = [cipher.update((first + i).to_bytes(16, "big")) for i in range(-(-count // 16))]
     return b"".join(blocks)[:count]
 
 
@@ -49,10 +50,11 @@ def test_the_stream_is_aes_in_counter_mode(purpose: str, step: int) -> None:
     assert KEY.stream(purpose, step).bytes(100) == counter_mode(KEY.secret, purpose, step, 100)
 
 
-def words(purpose: str, step: int, count: int) -> list[int]:
+def words(purpose: str, step: int, count: int, first: int = 0, signed: bool = False) -> list[int]:
     """The stream as whole numbers of 64 bits, the least byte first."""
-    stream = counter_mode(KEY.secret, purpose, step, 8 * count)
-    return [int.from_bytes(stream[i : i + 8], "little") for i in range(0, len(stream), 8)]
+    stream = counter_mode(KEY.secret, purpose, step, 8 * count, first)
+    each = (stream[i : i + 8] for i in range(0, len(stream), 8))
+    return [int.from_bytes(word, "little", signed=signed) for word in each]
 
 
 def law_uniforms_are_the_cells_that_the_stream_names() -> None:
@@ -60,15 +62,44 @@ def law_uniforms_are_the_cells_that_the_stream_names() -> None:
     assert KEY.stream("coins", 7).uniforms(40).tolist() == expected
 
 
-def law_normals_are_made_of_the_stream() -> None:
-    """By Box and Muller, computed here from the block cipher alone."""
-    u = [((word >> 12) + 0.5) / 2**52 for word in words("noise", 2**40, 10)]
-    pairs = list(zip(u[:5], u[5:], strict=True))
-    radius = [math.sqrt(-2 * math.log(a)) for a, _ in pairs]
-    waves = [[wave(2 * math.pi * b) for _, b in pairs] for wave in (math.cos, math.sin)]
+def law_normals_are_made_of_their_blocks() -> None:
+    """By Box and Muller, computed here from the block cipher alone: the last tile, of nine."""
+    first = 3 * TILE // 2
+    numbers = words("normals:noise", 2**40, 10, first, signed=True)
+    u, angle = (
+        [abs(w + 0.5) / 2**63 for w in numbers[:5]],
+        [math.pi * w / 2**63 for w in numbers[5:]],
+    )
+    radius = [math.sqrt(-2 * math.log(a)) for a in u]
+    waves = [[wave(v) for v in angle] for wave in (math.cos, math.sin)]
     expected = [r * w for wave in waves for r, w in zip(radius, wave, strict=True)]
-    drawn = KEY.stream("noise", 2**40).normals(9).tolist()
+    drawn = KEY.normals("noise", 2**40, 3 * TILE + 9)[3 * TILE :].tolist()
     assert drawn == pytest.approx(expected[:9], rel=1e-12, abs=1e-14)
+
+
+def law_a_slice_is_the_slice_of_the_whole() -> None:
+    """Bit for bit, wherever it is cut."""
+    for count in (1, 2, 7, TILE, TILE + 1, 3 * TILE + 777):
+        normals = KEY.normals("noise", 4, count)
+        whole = normals[:]
+        assert whole.shape == (count,)
+        assert whole.dtype == torch.float64
+        assert len(whole.unique()) == count
+        for start in {0, count // 3, TILE - 1, TILE, count - 1}:
+            for stop in {0, start + 1, 2 * TILE, count - 3, count}:
+                assert torch.equal(normals[start:stop], whole[start:stop])
+
+
+def law_no_block_is_read_twice() -> None:
+    """By slices of several vectors and streams: of no cipher, that is of no purpose and step."""
+    with recorded_ciphers() as opened:
+        for purpose, step in itertools.product(("noise", "coins", "release"), (0, 1, 2**40)):
+            KEY.stream(purpose, step).bytes(1000)
+            normals = KEY.normals(purpose, step, 3 * TILE)
+            for tile in range(3):
+                normals[tile * TILE : (tile + 1) * TILE]
+    assert sum(one.read for one in opened) == 9 * (1000 + 8 * 3 * TILE)
+    assert not shared_blocks(opened)
 
 
 def law_a_fresh_key_is_what_the_operating_system_gave() -> None:
@@ -100,7 +131,7 @@ def law_no_generator_of_the_process_moves_or_is_asked() -> None:
             random.seed(5)
             before = torch.get_rng_state(), np.random.get_state()[1:3], random.getstate()
             for key, numbers in ((Key.fresh(), fresh), (KEY, seeded)):
-                numbers += [*key.stream("noise", 0).normals(4), *key.stream("coins", 0).uniforms(4)]
+                numbers += [*key.normals("noise", 0, 4)[:], *key.stream("coins", 0).uniforms(4)]
             assert torch.equal(torch.get_rng_state(), before[0])
             assert str(np.random.get_state()[1:3]) == str(before[1])
             assert random.getstate() == before[2]
@@ -116,9 +147,34 @@ def test_law(law: Callable[[], None]) -> None:
     law()
 
 
-def of_a_twister(self: Stream, count: int) -> torch.Tensor:
-    generator = np.random.RandomState(np.frombuffer(self.bytes(16), np.uint32))
-    return torch.from_numpy(generator.normal(size=count))
+def of_a_twister(self: Normals, first: int, last: int) -> Iterator[torch.Tensor]:
+    generator = np.random.RandomState(np.frombuffer(self._key, np.uint32))
+    normals = torch.from_numpy(generator.normal(size=len(self)))
+    return iter(normals.split(TILE)[first:last])
+
+
+def of_torch(self: Normals, first: int, last: int) -> Iterator[torch.Tensor]:
+    return iter(torch.randn(len(self), dtype=torch.float64).split(TILE)[first:last])
+
+
+def from_the_first_block(key: bytes, block: int = 0, _real: Any = randomness._cipher) -> Any:
+    return _real(key, 0)
+
+
+def without_the_step(self: Key, purpose: str, step: int, _real: Any = Key._derived) -> bytes:
+    return _real(self, purpose, 0)
+
+
+def without_the_purpose(self: Key, purpose: str, step: int, _real: Any = Key._derived) -> bytes:
+    return _real(self, "noise", step)
+
+
+def of_half_a_tile(self: Normals, first: int, last: int, _real: Any = Normals.tiles) -> Any:
+    """Tiles that begin where the half of the one before ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = randomness._cipher
+        patch.setattr(randomness, "_cipher", lambda key, block: real(key, block // 2))
+        return iter([tile.clone() for tile in _real(self, first, last)])
 
 
 PLANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
@@ -137,13 +193,16 @@ PLANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
         Key, "fresh", lambda: Key(hashlib.sha256(str(time.time_ns()).encode()).digest()),
         law_a_fresh_key_is_what_the_operating_system_gave,
     ),
-    "normals of a twister that the stream seeds": (
-        Stream, "normals", of_a_twister, law_normals_are_made_of_the_stream,
+    "normals of a twister that the key seeds": (
+        Normals, "tiles", of_a_twister, law_normals_are_made_of_their_blocks,
     ),
-    "normals of torch": (
-        Stream, "normals", lambda self, count: torch.randn(count, dtype=torch.float64),
-        law_no_generator_of_the_process_moves_or_is_asked,
+    "normals of torch": (Normals, "tiles", of_torch, law_no_generator_of_the_process_moves_or_is_asked),
+    "every slice begins its cipher anew": (
+        randomness, "_cipher", from_the_first_block, law_a_slice_is_the_slice_of_the_whole,
     ),
+    "slices overlap": (Normals, "tiles", of_half_a_tile, law_no_block_is_read_twice),
+    "steps share a key": (Key, "_derived", without_the_step, law_no_block_is_read_twice),
+    "purposes share a key": (Key, "_derived", without_the_purpose, law_no_block_is_read_twice),
     "coins of 32 bits": (
         Stream, "uniforms", lambda self, count: (np.frombuffer(self.bytes(4 * count), "<u4") + 0.5) / 2**32,
         law_uniforms_are_the_cells_that_the_stream_names,
@@ -202,7 +261,10 @@ def test_a_seeded_key_says_so() -> None:
         lambda: KEY.stream("coins", True),
         lambda: KEY.stream("coins", 1.0),  # type: ignore[arg-type]
         lambda: KEY.stream("coins", 0).uniforms(-1),
-        lambda: KEY.stream("coins", 0).normals(-1),
+        lambda: KEY.normals("", 0, 1),
+        lambda: KEY.normals("noise", -1, 1),
+        lambda: KEY.normals("noise", 0, -1),
+        lambda: KEY.normals("noise", 0, 2**37 + 1),
     ],
 )
 def test_wrong_requests_are_refused(wrong: Callable[[], object]) -> None:
@@ -249,7 +311,24 @@ def test_the_extremes_of_a_uniform_are_inside(
     monkeypatch.setattr(Stream, "_next", lambda _, count: np.full(count, byte, dtype=np.uint8))
     stream = KEY.stream("coins", 0)
     assert stream.uniforms(3).tolist() == [expected] * 3
-    assert stream.normals(3).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("word", "radius"),
+    [
+        (0, math.sqrt(2 * math.log(2**64))),  # the tail
+        (-1, math.sqrt(2 * math.log(2**64))),
+        (1, math.sqrt(2 * math.log(2**64 / 3))),  # and its next point
+        (2**62, math.sqrt(2 * math.log(2))),
+        (2**63 - 1, 0.0),
+        (-(2**63), 0.0),
+    ],
+)
+def test_the_radius_of_a_word(word: int, radius: float) -> None:
+    """The tail has all of its 63 bits, and no word makes an infinite number."""
+    made = torch.empty(2, 2, dtype=torch.float64)
+    randomness._box_muller(np.array([word, 0]), *made)
+    assert made[1].tolist() == pytest.approx([radius, 0.0], rel=1e-15)
 
 
 def test_uniforms_are_centres_of_cells() -> None:
@@ -297,15 +376,16 @@ def accept_normals(sample: np.ndarray) -> None:
 
 
 def accept_pairs(sample: np.ndarray) -> None:
-    """The two halves of what Box and Muller give belong together; they must not show it."""
-    first, second = np.split(sample, 2)
+    """The two halves of a tile belong together, by Box and Muller; they must not show it."""
+    tiles = sample[: len(sample) // TILE * TILE].reshape(-1, 2, TILE // 2)
+    first, second = tiles[:, 0].ravel(), tiles[:, 1].ravel()
     for left, right in ((first, second), (first**2 - 1, second**2 - 1), (first, second**2 - 1)):
         score = (left * right).mean() / (left * right).std() * len(left) ** 0.5
         assert abs(score) < stats.norm.isf(FALSE_ALARM / 2)
 
 
 def test_normals_are_normal() -> None:
-    sample = KEY.stream("noise", 0).normals(100_000).numpy()
+    sample = KEY.normals("noise", 0, 100_000)[:].numpy()
     accept_normals(sample)
     accept_pairs(sample)
     assert abs(lag_one(sample)) < stats.norm.isf(FALSE_ALARM / 2)
@@ -325,35 +405,22 @@ def test_what_is_not_standard_normal_is_rejected(
     broken: Callable[[np.ndarray], np.ndarray],
 ) -> None:
     with pytest.raises(AssertionError):
-        accept_normals(broken(KEY.stream("noise", 0).normals(100_000).numpy()))
+        accept_normals(broken(KEY.normals("noise", 0, 100_000)[:].numpy()))
 
 
 def test_halves_of_equal_size_are_rejected() -> None:
-    first = KEY.stream("noise", 0).normals(50_000).numpy()
+    tiles = KEY.normals("noise", 0, 6 * TILE)[:].numpy().reshape(6, 2, -1)
+    tiles[:, 1] = np.abs(tiles[:, 0]) * np.sign(tiles[:, 0, ::-1])
     with pytest.raises(AssertionError):
-        accept_pairs(np.concatenate([first, np.abs(first) * np.sign(first[::-1])]))
+        accept_pairs(tiles.ravel())
 
 
 def test_streams_of_two_purposes_or_steps_are_uncorrelated() -> None:
     samples = [
-        KEY.stream(purpose, step).normals(50_000)
+        KEY.normals(purpose, step, 50_000)[:]
         for purpose in ("noise", "coins")
         for step in (0, 1, 2)
     ]
     scores = torch.stack(samples) @ torch.stack(samples).T / 50_000**0.5
     off_diagonal = scores[~torch.eye(len(samples), dtype=torch.bool)]
     assert off_diagonal.abs().max() < stats.norm.isf(FALSE_ALARM / 30)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 7, randomness._BLOCK, randomness._BLOCK + 1, 300_001])
-def test_any_number_of_normals_whatever_the_threads(count: int) -> None:
-    before = torch.get_num_threads()
-    drawn = []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        drawn.append(KEY.stream("noise", 4).normals(count))
-    torch.set_num_threads(before)
-    assert drawn[0].shape == (count,)
-    assert drawn[0].dtype == torch.float64
-    assert torch.equal(*drawn)
-    assert len(drawn[0].unique()) == count

@@ -10,15 +10,29 @@ again; the same noise added to two different sums cancels in their difference. G
 of its own. For the same reason a key serves one process: after a fork parent and child would draw the
 same noise for different steps, so the child is refused.
 
+**Noise by position.** The noise of a step is not read from front to back: a normal is a function of
+``(key, purpose, step, position)``, so any slice can be made alone, by any thread or process, and slices fit together
+(`Normals`). Nothing is used twice: purpose and step make the key of a cipher (HMAC-SHA256: no two alike), and the
+position makes its counter, a block of 128 bits for every two normals. The tensors of a step lie one behind the other
+in one vector (`dpis.noise.layout`), so that no two of them share a position; and a vector ends before its counter
+leaves 36 of 128 bits.
+
 **Floating point.** Numbers are rounded, and a mechanism proven for real numbers is only approximated
-(Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012).
-What is done: uniforms lie on a grid of ``2**52`` cells, so the probability of a coin is exact to ``2**-53``;
-normals are made and added in float64, and every noisy sum is rounded to a public grid, about a millionth of the
-noise's standard deviation apart, before anything else is done with it (`dpis.noise.on_grid`): whatever the type of
-the parameters, what is released could have come from any of about ``2**30`` noises; the noise that is applied is
-1.001 times the noise accounted for. What is not: a normal reaches at most ``sqrt(2 ln 2**53) = 8.57`` standard
-deviations (beyond lies a mass of 1e-17); logarithm, sine and cosine carry their library's rounding, and
-it may differ between machines; no discrete Gaussian is drawn. How long drawing takes is not hidden either.
+(Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012). What is done:
+
+- Uniforms lie on a grid of ``2**52`` cells, so the probability of a coin is exact to ``2**-53``.
+- Normals are made and added in float64, by the method of Box and Muller: two of them are a radius
+  ``sqrt(-2 ln u)`` times cosine and sine of an angle. Here ``u`` has 63 bits and the resolution of floating point:
+  it is a multiple of ``2**-64`` however small it is, where the tails are made. A radius ends at
+  ``sqrt(2 ln 2**64) = 9.42`` standard deviations (beyond lies a mass of ``2**-64``), and the possible radii lie closer
+  than the grid below but for a mass of ``2**-45`` in the tail. Angles lie ``2**-51`` apart at most.
+- Every noisy sum is rounded to a public grid, about a millionth of the noise's standard deviation apart, before
+  anything else is done with it (`dpis.noise.on_grid`): whatever the type of the parameters, what is released could
+  have come from any of about ``2**30`` noises.
+- The noise that is applied is 1.001 times the noise accounted for.
+
+What is not: logarithm, sine and cosine carry their library's rounding, and it may differ between machines; no discrete
+Gaussian is drawn. How long drawing takes is not hidden either.
 """
 
 from __future__ import annotations
@@ -27,6 +41,7 @@ import hmac
 import math
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,9 +61,11 @@ _CONTEXT = b"dpis/randomness/1:"
 _FRACTION_BITS = 52
 _ONE = np.uint64(0x3FF << _FRACTION_BITS)  # the bits of 1.0
 _BELOW_ONE = 1.0 - 2.0**-53
-_BLOCK = (
-    1 << 17
-)  # normals made at a time: they stay in the caches, and torch shares them among threads
+
+TILE = 1 << 14
+"""Normals that are made at a time: all that is needed for them stays in a core's cache."""
+
+_ZEROS = memoryview(bytes(8 * TILE))
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,13 +138,26 @@ class Key:
             purpose: what for, in a word: "coins", "noise". Each use needs a word of its own.
             step: a whole number in ``[0, 2**64)``.
         """
+        return Stream(self._derived(purpose, step))
+
+    def normals(self, purpose: str, step: int, count: int) -> Normals:
+        """A vector of standard normals for one purpose at one step.
+
+        Args:
+            purpose: what for, in a word. A stream of the same word has nothing to do with it.
+            step: a whole number in ``[0, 2**64)``.
+            count: how long the vector is.
+        """
+        return Normals(self._derived(f"normals:{purpose}" if purpose else "", step), count)
+
+    def _derived(self, purpose: str, step: int) -> bytes:
         self.require_home()
         if not purpose:
             raise InputError("a stream needs a purpose, such as 'coins' or 'noise'")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 64:
             raise InputError(f"step must be a whole number from 0 to 2**64 - 1, found {step!r}")
         message = _CONTEXT + step.to_bytes(8, "big") + purpose.encode()
-        return Stream(hmac.digest(self.secret, message, "sha256"))
+        return hmac.digest(self.secret, message, "sha256")
 
     def __repr__(self) -> str:
         return "Key(seeded)" if self.seeded else "Key(secret)"
@@ -141,7 +171,7 @@ class Stream:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._cipher: Any = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._cipher = _cipher(key)
         self._read = 0
 
     @classmethod
@@ -165,26 +195,6 @@ class Stream:
         numbers -= _BELOW_ONE  # ... exactly: the centre of the cell
         return numbers
 
-    def normals(self, count: int) -> Tensor:
-        """``count`` standard normals in float64, on the CPU, by the method of Box and Muller.
-
-        ``sqrt(-2 ln u) (cos 2πv, sin 2πv)`` for uniforms ``u``, ``v``. Reads an even number of uniforms.
-        """
-        if count < 0:
-            raise InputError(f"how many must be a whole number >= 0, found {count}")
-        normals = torch.empty(count + count % 2, dtype=torch.float64)
-        for block in torch.split(normals, _BLOCK):
-            self._fill_with_normals(block)
-        return normals[:count]
-
-    def _fill_with_normals(self, block: Tensor) -> None:
-        pairs = len(block) // 2
-        uniforms = torch.from_numpy(self.uniforms(2 * pairs))
-        radius = uniforms[:pairs].log_().mul_(-2.0).sqrt_()
-        angle = uniforms[pairs:].mul_(2.0 * math.pi)
-        torch.cos(angle, out=block[:pairs]).mul_(radius)
-        torch.sin(angle, out=block[pairs:]).mul_(radius)
-
     def _next(self, count: int) -> npt.NDArray[np.uint8]:
         if count < 0:
             raise InputError(f"how many must be a whole number >= 0, found {count}")
@@ -195,3 +205,68 @@ class Stream:
         if count:
             self._cipher.update_into(bytes(count), buffer)
         return buffer[:count]
+
+
+class Normals:
+    """A vector of standard normals in float64, on the CPU, of which any slice can be made alone.
+
+    It is made in tiles. Tile ``t`` takes the blocks of the cipher from ``t · TILE / 2`` on, one for every two normals,
+    and reads them as whole numbers of 64 bits: the first half make radii, the others angles. Half of the tile are
+    ``radius · cos(angle)``, the rest ``radius · sin(angle)``. The last tile is as long as what is left.
+
+    Args:
+        key: 32 bytes that key nothing else. Take normals from `Key.normals`.
+        count: how long the vector is.
+
+    Example:
+        >>> normals = Key.from_seed(7).normals("noise", step=3, count=100_000)
+        >>> torch.equal(normals[70_000:70_005], normals[:][70_000:70_005])
+        True
+    """
+
+    def __init__(self, key: bytes, count: int) -> None:
+        if not 0 <= 8 * count <= MOST_BYTES:
+            raise InputError(f"from 0 to {MOST_BYTES // 8} normals are required, found {count}")
+        self._key, self._count = key, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: slice) -> Tensor:
+        """These, in a tensor of their own."""
+        start, stop, _ = place.indices(self._count)
+        normals = torch.empty(max(stop - start, 0), dtype=torch.float64)
+        first = start // TILE
+        for number, tile in enumerate(self.tiles(first, -(-stop // TILE)), first):
+            begin = number * TILE
+            own = tile[max(start - begin, 0) : stop - begin]
+            normals[max(begin - start, 0) :][: len(own)] = own
+        return normals
+
+    def tiles(self, first: int, last: int) -> Iterator[Tensor]:
+        """The tiles from ``first`` to before ``last``; each is overwritten when the next is asked for."""
+        cipher = _cipher(self._key, first * TILE // 2)
+        room = min(TILE, self._count + self._count % 2)
+        random = np.empty(8 * room + 15, dtype=np.uint8)  # the cipher may ask for room for a block
+        numbers, normals = torch.empty(2, room, dtype=torch.float64)
+        for begin in range(first * TILE, min(last * TILE, self._count), TILE):
+            size = min(TILE, self._count - begin)
+            even = size + size % 2
+            cipher.update_into(_ZEROS[: 8 * even], random)
+            _box_muller(random[: 8 * even].view("<i8"), numbers[:even], normals[:even])
+            yield normals[:size]
+
+
+def _box_muller(words: npt.NDArray[np.int64], numbers: Tensor, normals: Tensor) -> None:
+    """From words of 64 random bits with a sign: ``u = |word + 1/2| / 2**63`` and an angle between -π and π."""
+    radius, angle = numbers.copy_(torch.from_numpy(words)).chunk(2)
+    radius.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2.0).sqrt_()
+    angle.mul_(math.pi * 2.0**-63)
+    cosine, sine = normals.chunk(2)
+    torch.cos(angle, out=cosine).mul_(radius)
+    torch.sin(angle, out=sine).mul_(radius)
+
+
+def _cipher(key: bytes, block: int = 0) -> Any:
+    """AES-256 in counter mode, from this block of its stream on."""
+    return Cipher(algorithms.AES(key), modes.CTR(block.to_bytes(16, "big"))).encryptor()

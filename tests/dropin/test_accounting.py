@@ -48,7 +48,12 @@ def test_the_planned_epsilon_is_reached_and_not_passed():
 
 def test_the_adaptive_mode_claims_its_target_throughout():
     loop = private(
-        epochs=3, method="dpis-adaptive", n_public=200, dataset=data(200), loader={"batch_size": 10}
+        epochs=3,
+        method="dpis-adaptive",
+        n_public=200,
+        dataset=data(200),
+        loader={"batch_size": 10},
+        seed=2,  # by others all released norm sums are cut off at their bound
     )
     rates = []
     for _ in range(3):

@@ -44,21 +44,16 @@ RELEASE, FOLD, OF, TAPE = (
 )
 
 
-def noise_for_the_first_parameter(sums: Any, std: float, stream: Any) -> Any:
+def noise_for_the_first_parameter(sums: Any, std: float, normals: Any) -> Any:
     first = min(sums)
-    return {
-        name: add_noise({name: value}, std if name == first else 0.0, stream)[name]
-        for name, value in sums.items()
-    }
+    return sums | add_noise({first: sums[first]}, std, normals, begins={first: 0})
 
 
-def same_noise_for_all(sums: Any, std: float, stream: Any) -> Any:
-    """Every parameter begins the stream anew."""
-    largest = stream.normals(max(value.numel() for value in sums.values()))
-    return {
-        name: value.double() + std * largest[: value.numel()].view(value.shape)
-        for name, value in sums.items()
-    }
+def same_noise_for_all(sums: Any, std: float, normals: Any) -> Any:
+    """Every parameter begins the noise anew."""
+    for name, value in sums.items():
+        add_noise({name: value}, std, normals, begins={name: 0})
+    return sums
 
 
 def releases_one_parameter(self: Session) -> Any:

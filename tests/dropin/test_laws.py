@@ -24,7 +24,7 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What was summed up, before its noise; none is added."""
     seen: list[Tensor] = []
 
-    def add_noise(values: dict[str, Tensor], std: float, stream: Any) -> dict[str, Tensor]:
+    def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         assert std > 0
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return {name: value.double() for name, value in values.items()}

@@ -35,9 +35,9 @@ def moved_by_one_more(
     """How far one record moves the sum of many that are alike."""
     sums, real = list[Tensor](), mechanism_module.add_noise
 
-    def add_noise(values: dict[str, Tensor], std: float, stream: Any) -> dict[str, Tensor]:
+    def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         sums.append(torch.cat([value.double().flatten() for value in values.values()]))
-        return real(values, std, stream)
+        return real(values, std, normals)
 
     monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
     rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -180,9 +180,9 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What was summed up, before its noise."""
     seen, real = list[Tensor](), mechanism_module.add_noise
 
-    def add_noise(values: dict[str, Tensor], std: float, stream: Any) -> dict[str, Tensor]:
+    def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
-        return real(values, std, stream)
+        return real(values, std, normals)
 
     monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
     return seen

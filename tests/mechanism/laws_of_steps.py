@@ -34,7 +34,7 @@ from .systems import (
     importance,
     moments_by_enumeration,
     plan_of,
-    recorded_streams,
+    recorded_ciphers,
     released,
     rigged,
     rows,
@@ -266,10 +266,11 @@ def law_a_record_that_grew_is_held_back_once() -> None:
 
 def law_no_stream_serves_twice() -> None:
     """Coins, second coins and noise of all steps and releases come from different streams (rule 18)."""
-    with recorded_streams() as keys:
+    with recorded_ciphers() as opened:
         system = Small(everything_at_once(), rows(0.2, 0.5, 3.0, 1.0), Key.from_seed(1), Listener())
         system.run()
     workload = system.mechanism.plan.workload
     releases = workload.epochs + (workload.epochs - 1)
+    keys = [one.key for one in opened]
     assert len(set(keys)) == len(keys)
     assert 3 * workload.steps + releases >= len(keys) > 2 * workload.steps + releases

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,11 +44,24 @@ class Constant:
 
     value: float
 
-    def normals(self, count: int) -> Tensor:
-        return torch.full((count,), self.value, dtype=torch.float64)
+    def normals(self, count: int) -> ConstantNormals:
+        return ConstantNormals(self.value, count)
 
     def uniforms(self, count: int) -> Any:
-        return self.normals(count).numpy()
+        return np.full(count, self.value)
+
+
+class ConstantNormals(randomness.Normals):
+    """A vector of noise whose entries are all the same."""
+
+    def __init__(self, value: float, count: int) -> None:
+        super().__init__(bytes(KEY_BYTES), count)
+        self._value = value
+
+    def tiles(self, first: int, last: int) -> Iterator[Tensor]:
+        for begin in range(first * randomness.TILE, len(self), randomness.TILE)[: last - first]:
+            size = min(randomness.TILE, len(self) - begin)
+            yield torch.full((size,), self._value, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,12 @@ class Rigged(Key):
             if purpose.startswith(beginning):
                 return stream
         return super().stream(purpose, step)
+
+    def normals(self, purpose: str, step: int, count: int) -> Any:
+        for beginning, stream in self.streams.items():
+            if purpose.startswith(beginning):
+                return stream.normals(count)
+        return super().normals(purpose, step, count)
 
 
 def rigged(noise: float, accept: Sequence[float] | float | None = None, seed: int = 1) -> Rigged:
@@ -110,8 +130,8 @@ def watching() -> Iterator[list[tuple[str, float]]]:
     seen: list[tuple[str, float]] = []
     real = module.add_noise
 
-    def add_noise(sums: Mapping[str, Tensor], std: float, stream: Any) -> dict[str, Tensor]:
-        noisy = real(sums, std, stream)
+    def add_noise(sums: Mapping[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
+        noisy = real(sums, std, normals)
         seen.extend((name, float(value.flatten()[0])) for name, value in noisy.items())
         return noisy
 
@@ -123,20 +143,48 @@ def watching() -> Iterator[list[tuple[str, float]]]:
 
 
 @contextmanager
-def recorded_streams() -> Iterator[list[bytes]]:
-    """The secrets of all streams that are opened."""
-    secrets: list[bytes] = []
-    real = randomness.Stream.__init__
+def recorded_ciphers() -> Iterator[list[Opened]]:
+    """All ciphers that are opened, and which of their blocks are read."""
+    opened: list[Opened] = []
+    real = randomness._cipher
 
-    def init(self: randomness.Stream, key: bytes) -> None:
-        secrets.append(key)
-        real(self, key)
+    def cipher(key: bytes, block: int = 0) -> Opened:
+        opened.append(Opened(real(key, block), key, block))
+        return opened[-1]
 
-    randomness.Stream.__init__ = init
+    randomness._cipher = cipher
     try:
-        yield secrets
+        yield opened
     finally:
-        randomness.Stream.__init__ = real
+        randomness._cipher = real
+
+
+@dataclass
+class Opened:
+    """A cipher that counts what is read of it."""
+
+    cipher: Any
+    key: bytes
+    block: int
+    read: int = 0
+
+    def update_into(self, data: Any, buffer: Any) -> int:
+        self.read += len(data)
+        return self.cipher.update_into(data, buffer)
+
+    @property
+    def end(self) -> int:
+        """The first block that was not touched."""
+        return self.block - (-self.read // 16)
+
+
+def shared_blocks(opened: Sequence[Opened]) -> bool:
+    """Whether some block of a cipher was read twice."""
+    in_order = sorted(opened, key=lambda one: (one.key, one.block, one.end))
+    return any(
+        before.key == after.key and before.end > after.block
+        for before, after in itertools.pairwise(in_order)
+    )
 
 
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────
@@ -168,8 +216,8 @@ class PlainTape:
     def norms(self) -> Tensor:
         return self.batch.norm(dim=1)
 
-    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        return {"weight": (weights[:, None] * self.batch).sum(0, keepdim=True)}
+    def weighted_sums(self, weights: Tensor) -> list[tuple[str, Tensor]]:
+        return [("weight", (weights[:, None] * self.batch).sum(0, keepdim=True))]
 
 
 def released(mechanism: Mechanism, gradients: Any, batch: Any, draw: Draw) -> dict[str, Tensor]:

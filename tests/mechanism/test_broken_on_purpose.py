@@ -32,8 +32,9 @@ INIT, DRAW, OBSERVE, SUM = (
     ImportanceSampler.observe,
     ImportanceSampler.sum_of_last_norms,
 )
-STREAM, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
+STREAM, NORMALS, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
     Key.stream,
+    Key.normals,
     Mechanism.release_sum,
     Mechanism._released,
     Mechanism.begin_epoch,
@@ -94,7 +95,7 @@ def scaled(factor: Callable[[Mechanism, Draw], float]) -> Callable[..., Any]:
 
 
 def skips_empty(self, total):
-    return RELEASE(self, total) if len(total.draw) else total.sums
+    return RELEASE(self, total) if len(total.draw) else total.take()
 
 
 def silent_when_empty(self, total):
@@ -135,8 +136,8 @@ def divided_by_a_share(self, label, value, sensitivity, multiplier, occasion):
 
 
 def uncharged(self, label, value, sensitivity, multiplier, occasion):
-    stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
-    return module.add_noise({label: value}, 1.001 * multiplier * sensitivity, stream)[label]
+    normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
+    return module.add_noise({label: value}, 1.001 * multiplier * sensitivity, normals)[label]
 
 
 def charges_afterwards(self, entries):
@@ -190,7 +191,7 @@ class Plant:
 
 
 def noise_times(factor: float) -> Callable[..., Any]:
-    return lambda sums, std, stream: add_noise(sums, factor * std, stream)
+    return lambda sums, std, normals: add_noise(sums, factor * std, normals)
 
 
 def by_population(mechanism: Mechanism, draw: Draw) -> float:
@@ -266,6 +267,8 @@ PLANTS = [
           lambda self, i, n: None if len(i) == 1 and n.dtype == torch.float64 else OBSERVE(self, i, n),
           steps.law_a_record_that_grew_is_held_back_once),
     Plant("18 one stream for all steps", Key, "stream", lambda self, purpose, step: STREAM(self, purpose, 0),
+          steps.law_no_stream_serves_twice),
+    Plant("18 the same noise in all steps", Key, "normals", lambda self, purpose, _, n: NORMALS(self, purpose, 0, n),
           steps.law_no_stream_serves_twice),
     Plant("18 one stream for coins and noise", Key, "stream", lambda self, purpose, step: STREAM(self, "all", step),
           steps.law_no_stream_serves_twice),

@@ -58,8 +58,8 @@ def test_nothing_contradicts_the_claim(scenario: Scenario) -> None:
 # ── and it fires ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def too_little(sums, std, stream):
-    return add_noise(sums, 2 / 3 * std, stream)
+def too_little(sums, std, normals):
+    return add_noise(sums, 2 / 3 * std, normals)
 
 
 def union_over_the_epoch(self, rate, stream, _draw=ImportanceSampler.draw):

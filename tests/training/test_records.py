@@ -61,7 +61,7 @@ def _expected(records: list[TensorDataset], z: float) -> Tensor:
         cross_entropy(model(inputs), target).backward()
         gradient = torch.cat([model.bias.grad, model.weight.grad.flatten()]).double()
         total += gradient / max(C, float(gradient.norm()))
-    total += APPLIED_NOISE * z * Key.from_seed(7).stream("noise", 0).normals(10)
+    total += APPLIED_NOISE * z * Key.from_seed(7).normals("noise", 0, 10)[:]
     return (C / len(records) * total)[2:].reshape(2, 4).float()
 
 

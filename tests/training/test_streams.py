@@ -14,20 +14,20 @@ from tests.dropin.loops import private
 
 from .toys import fit, mlp
 
-OURS = {"accept", "coins", "fingerprint-key", "model", "noise"}
-ADAPTIVE = {"model-all", "release:clip-sum", "release:norm-sum"}
-DROP_IN = {"chance:items", "chance:model:#", "coins", "noise"}
+OURS = {"accept", "coins", "fingerprint-key", "model", "normals:noise"}
+ADAPTIVE = {"model-all", "normals:release:clip-sum", "normals:release:norm-sum"}
+DROP_IN = {"chance:items", "chance:model:#", "coins", "normals:noise"}
 
 
 def purposes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> set[str]:
     """Those of all streams that are opened, without the numbers of rows."""
-    seen, real = set[str](), Key.stream
+    seen, real = set[str](), Key._derived
 
-    def stream(self: Key, purpose: str, step: int) -> Any:
+    def derived(self: Key, purpose: str, step: int) -> bytes:
         seen.add(re.sub(r"\d+", "#", purpose))
         return real(self, purpose, step)
 
-    monkeypatch.setattr(Key, "stream", stream)
+    monkeypatch.setattr(Key, "_derived", derived)
     run()
     return seen
 

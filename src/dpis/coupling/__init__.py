@@ -17,8 +17,8 @@ rarely, never for the last time. A look draws from no generator of the user's, a
 | rows whose gradient depends on padding  | padding,         | looks, at batches; rows longer | 4 rows, 2 ways:     |
 |                                         | padding_trials   | than any before                | collated, run       |
 | layers that couple records by design    | forbidden_layers | every forward pass             | a walk over layers  |
-| what a model writes to itself           | writes           | every step; frozen parameters  | a copy, compared;   |
-|                                         |                  | by version, by sum at looks    | a sum               |
+| what a model writes to itself           | writes           | every step; frozen parameters  | 2 digests, of small |
+|                                         |                  | by version, by digest at looks | tensors a copy      |
 | losses or activations that move with    | neighbours       | when calls are planned: at the | 3 passes over       |
 | another of three records                |                  | first batch, and at new calls  | 3 records           |
 | records that changed places             | neighbours       | looks, at forward passes; in   | 1 pass, forward     |

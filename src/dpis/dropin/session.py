@@ -382,7 +382,7 @@ class Session:
     def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""
         rows = self.mechanism.plan.workload.batch_size
-        return {name: rows * value for name, value in update.items()}
+        return {name: value.mul_(rows) for name, value in update.items()}
 
     # ── state ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpis.gradients.factors import Dense, Factor, Outer
-from dpis.gradients.factors.factor import widest
+from dpis.gradients.factors.factor import Kept, widest
 from dpis.gradients.factors.outer import smallest
 from dpis.gradients.factors.sum import join
 
@@ -49,6 +49,10 @@ class Part:
 
     place: Place
     factor: Factor
+
+    def select(self, kept: Kept) -> Part:
+        """The records with these indices alone."""
+        return Part(self.place, self.factor.select(kept))
 
 
 def without_overlap(parts: Iterable[Part], parameter: Tensor) -> tuple[Part, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.factors.factor import Factor, squared_norms, weighted_sums
+from dpis.gradients.factors.factor import Factor, chosen, finite_sum, kept_by, squared_norms
 from dpis.gradients.parts import Part, put_together
 
 
@@ -40,7 +40,11 @@ class Tape:
             return squared_norms(self._factors, self.records).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better.
+        """``Σ_i weights_i grad_i`` by parameter name, as `weighted_sums` gives them."""
+        return dict(self.weighted_sums(weights))
+
+    def weighted_sums(self, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better, each in memory of its own.
 
         Records of weight zero take no part: they cost nothing, and a gradient among them that is
         not finite does no harm.
@@ -52,12 +56,14 @@ class Tape:
             )
         if self.filling:
             weights = functional.pad(weights, (0, self.filling))
-        with torch.no_grad(), full_precision(self._device):
-            sums = iter(weighted_sums(self._factors, weights))
-            return {
-                name: put_together(parts, [next(sums) for _ in parts], self.parameters[name])
-                for name, parts in self.parts.items()
-            }
+        kept, exactly = kept_by(weights)
+        own = weights if kept is None else chosen(weights, kept)
+        for name, parts in self.parts.items():
+            with torch.no_grad(), full_precision(self._device):
+                some = parts if kept is None else [part.select(kept) for part in parts]
+                sums = [finite_sum(part.factor, own, exactly) for part in some]
+                total = put_together(parts, sums, self.parameters[name])
+            yield name, total
 
     @property
     def _factors(self) -> list[Factor]:

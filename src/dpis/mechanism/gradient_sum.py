@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from dpis.sampling import Draw
 
 
 class GradientSum:
-    """The weighted per-example gradients of one draw, added up in float64. Private until it is released.
+    """The weighted per-example gradients of one draw. Private until it is released.
 
-    It begins at zero for every parameter: an empty batch is a normal step, pure noise.
+    A single part is kept as it came, in float32 or better; several are added up in float64. Where nothing was added it
+    is zero: an empty batch is a normal step, pure noise.
 
     Args:
         draw: whose gradients these are.
@@ -22,7 +23,7 @@ class GradientSum:
 
     Attributes:
         records: how many were added, in the order of the draw.
-        sums: by parameter name.
+        parameters: as given.
     """
 
     def __init__(
@@ -33,10 +34,8 @@ class GradientSum:
     ) -> None:
         self.draw, self.acceptance_coins = draw, acceptance_coins
         self.records = 0
-        self.sums = {
-            name: torch.zeros_like(parameter, dtype=torch.float64)
-            for name, parameter in parameters.items()
-        }
+        self.parameters = parameters
+        self._sums: dict[str, Tensor] = {}
         self._norms = [torch.zeros(0, dtype=torch.float64)]
 
     @property
@@ -44,9 +43,37 @@ class GradientSum:
         """Of all records that were added."""
         return torch.cat(self._norms)
 
-    def add(self, norms: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """The next records of the draw: their norms, and the weighted sum of their gradients."""
+    @property
+    def entries(self) -> int:
+        """How many numbers the sum has."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def add(self, norms: Tensor, sums: Iterable[tuple[str, Tensor]]) -> None:
+        """The next records of the draw.
+
+        Args:
+            norms: of their gradients.
+            sums: the weighted sum of these, parameter by parameter, each in memory of its own that is given away.
+        """
         self._norms.append(norms.cpu())
         self.records += len(norms)
-        for name, value in sums.items():
-            self.sums[name] += value
+        for name, value in sums:
+            known = self._sums.get(name)
+            self._sums[name] = value if known is None else known.double().add_(value)
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums by parameter name, in float32 or better. They are given away: nothing stays here."""
+        sums, self._sums = self._sums, {}
+        return {name: _sum_for(p, sums.pop(name, None)) for name, p in self.parameters.items()}
+
+
+def precision_of(parameter: Tensor) -> torch.dtype:
+    """What a parameter's gradient is released in: its own type, or float32 where that has fewer digits."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _sum_for(parameter: Tensor, found: Tensor | None) -> Tensor:
+    least = precision_of(parameter)
+    if found is None:
+        return torch.zeros_like(parameter, dtype=least, requires_grad=False)
+    return found.to(torch.promote_types(found.dtype, least))

@@ -21,7 +21,7 @@ from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients.tape import Tape
 from dpis.mechanism.contribution import contribution_weights
-from dpis.mechanism.gradient_sum import GradientSum
+from dpis.mechanism.gradient_sum import GradientSum, precision_of
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.noise import add_noise
@@ -114,8 +114,9 @@ class Mechanism:
         self._spend([Entry(label, Gaussian(noise_multiplier=multiplier))])
         self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
-        stream = self._key.stream(f"release:{occasion.purpose}", occasion.epoch)
-        return add_noise({label: value}, std, stream)[label]
+        normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
+        own = value.detach().to(torch.float64, copy=True)
+        return add_noise({label: own}, std, normals)[label]
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -250,7 +251,7 @@ class Mechanism:
     def add(self, total: GradientSum, tape: Tape) -> None:
         """Norms, weights, weighted sum: the next records of the draw, by their per-example gradients."""
         norms = tape.norms()
-        total.add(norms, tape.weighted_sum(self._weights(total, norms)))
+        total.add(norms, tape.weighted_sums(self._weights(total, norms)))
 
     def _weights(self, total: GradientSum, norms: Tensor) -> Tensor:
         """Of the next records of a draw: the clip, and the inverse of the probability they were drawn with."""
@@ -275,7 +276,14 @@ class Mechanism:
         )
 
     def release_sum(self, total: GradientSum) -> dict[str, Tensor]:
-        """The noisy mean gradient over the drawn records: ``(C/B)·(Σ v_i + z·Normal(0, I))``."""
+        """The noisy mean gradient over the drawn records: ``(C/B)·(Σ v_i + z·Normal(0, I))``.
+
+        Noise is added in place, and what the sum held is given away: there is one copy of the gradients, and where
+        several parts were added up one more in float64 until it is cast, parameter by parameter.
+
+        Returns:
+            By parameter name, in the parameter's type, or float32 where that has fewer digits.
+        """
         step, draw = self.step, total.draw
         terms = self._require_oldest(draw)
         if total.records != len(draw):
@@ -290,12 +298,15 @@ class Mechanism:
         self.sampler.observe(draw.indices, total.norms)
         self.step += 1
         self.steps_left -= 1
-        if not self.plan.config.method.private:
-            return {name: v / terms.equivalent_batch for name, v in total.sums.items()}
-        std = APPLIED_NOISE * terms.noise_multiplier
-        noisy = add_noise(total.sums, std, self._key.stream("noise", step))
-        scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
-        return {name: scale * value for name, value in noisy.items()}
+        sums, scale = total.take(), 1.0 / terms.equivalent_batch
+        if self.plan.config.method.private:
+            std = APPLIED_NOISE * terms.noise_multiplier
+            sums = add_noise(sums, std, self._key.normals("noise", step, total.entries))
+            scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
+        return {
+            name: sums.pop(name).mul_(scale).to(precision_of(parameter))
+            for name, parameter in total.parameters.items()
+        }
 
     def _require_oldest(self, draw: Draw) -> Terms:
         """Draws are released once each, in their order."""

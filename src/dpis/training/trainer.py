@@ -21,7 +21,9 @@ from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
+from dpis.mechanism.gradient_sum import GradientSum
 from dpis.runs.folder import Replacement, write_whole
+from dpis.sampling import Draw
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
@@ -169,20 +171,14 @@ class Trainer:
     def _step(self) -> None:
         """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
         self._between_steps = False
-        mechanism, task, key, step = self._mechanism, self.task, self.run.key, self._mechanism.step
+        mechanism, task = self._mechanism, self.task
         draw = mechanism.draw()
         self._to_training_mode()
-        with seeded_torch(key.stream("model", step)):
+        with seeded_torch(self.run.key.stream("model", mechanism.step)):
             with unwritten(task.model, closely=self._looks.due()):
-                total = mechanism.start_sum(draw, self._gradients.parameters)
-                for rows in task.records.drawn(draw.indices.numpy(), key, step):
-                    self._refuse_batch_shapes(rows)
-                    self._refuse_seen_padding(rows)
-                    for tape in self._gradients.tapes(rows.batch, rows.present):
-                        mechanism.add(total, tape)
-                update = mechanism.release_sum(total)
+                update = mechanism.release_sum(self._sum_over(draw))
             for name, parameter in self._gradients.parameters.items():
-                parameter.grad = update[name].to(parameter.dtype)
+                parameter.grad = update.pop(name).to(parameter.dtype)
             self._stepped = True
             task.optimizer.step()
         task.optimizer.zero_grad(set_to_none=True)
@@ -192,6 +188,17 @@ class Trainer:
             self._step_scheduler()
         self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
         self._between_steps = True
+
+    def _sum_over(self, draw: Draw) -> GradientSum:
+        """The weighted per-example gradients of the drawn records. Tapes end with this call."""
+        mechanism, key, step = self._mechanism, self.run.key, self._mechanism.step
+        total = mechanism.start_sum(draw, self._gradients.parameters)
+        for rows in self.task.records.drawn(draw.indices.numpy(), key, step):
+            self._refuse_batch_shapes(rows)
+            self._refuse_seen_padding(rows)
+            for tape in self._gradients.tapes(rows.batch, rows.present):
+                mechanism.add(total, tape)
+        return total
 
     def _all_norms(self) -> Tensor:
         """The norms of all records at the current parameters, for a released norm sum."""

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from math import isfinite
 from typing import Self
 
 import torch
@@ -98,7 +99,10 @@ class Factor(ABC):
         Records of weight zero are left out before anything is multiplied. They cost nothing, and a
         gradient among them that is not finite does not spoil the sum: ``0 * nan`` is ``nan``.
         """
-        return weighted_sums((self,), weights)[0]
+        kept, exactly = kept_by(weights)
+        if kept is None:
+            return finite_sum(self, weights, exactly)
+        return finite_sum(self.select(kept), chosen(weights, kept), exactly)
 
 
 def squared_norms(factors: Sequence[Factor], records: int | None = None) -> Tensor:
@@ -125,26 +129,21 @@ def squared_norms(factors: Sequence[Factor], records: int | None = None) -> Tens
     return result
 
 
-def weighted_sums(factors: Sequence[Factor], weights: Tensor) -> list[Tensor]:
-    """``Σ_i weights_i G_i`` of every factor, each in float64 where float32 does not do; weight zero: left out.
+def finite_sum(factor: Factor, weights: Tensor, exactly: bool) -> Tensor:
+    """``Σ_i weights_i G_i``, in float64 where float32 does not do.
 
     A side that is scaled by weights may be too large for float32 where the other is tiny, or zero.
+
+    Args:
+        factor: of records that all have a weight.
+        weights: theirs, none zero.
+        exactly: in float64 from the start.
     """
-    least = float(weights.abs().amin()) if len(weights) else LEAST_WEIGHT
-    if least < LEAST_WEIGHT:
-        kept = kept_by(weights)
-        if kept is not None:
-            some = [factor.select(kept) for factor in factors]
-            return weighted_sums(some, chosen(weights, kept))
-        return [factor.double().quick_sum(weights) for factor in factors]
-    sums = [factor.quick_sum(weights) for factor in factors]
-    finite = bool(torch.stack([total.sum().double() for total in sums]).isfinite().all())
-    if finite:
-        return sums
-    return [
-        total if bool(total.sum().isfinite()) else factor.double().quick_sum(weights)
-        for factor, total in zip(factors, sums, strict=True)
-    ]
+    if not exactly:
+        total = factor.quick_sum(weights)
+        if isfinite(float(total.sum())):
+            return total
+    return factor.double().quick_sum(weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,13 +252,19 @@ def chosen(tensor: Tensor, kept: Kept) -> Tensor:
     return tensor[kept] if isinstance(kept, slice) else tensor.index_select(0, kept)
 
 
-def kept_by(weights: Tensor) -> Kept | None:
-    """The records of non-zero weight; None: all. If only the last ones have none, what is kept is a slice."""
-    if bool(weights.all()):
-        return None
+def kept_by(weights: Tensor) -> tuple[Kept | None, bool]:
+    """The records of non-zero weight, and whether a weight among them is so small that float32 loses digits.
+
+    None: all are kept. If only the last ones have no weight, what is kept is a slice.
+    """
+    least = float(weights.abs().amin()) if len(weights) else LEAST_WEIGHT
+    if least != 0.0:
+        return None, not least >= LEAST_WEIGHT
     kept = weights.nonzero().squeeze(1)
     first = slice(len(kept))
-    return first if bool(weights[first].all()) else kept
+    at_front = bool(weights[first].all())
+    _, exactly = kept_by(weights[kept])
+    return first if at_front else kept, exactly
 
 
 def widest(sums: Sequence[Tensor]) -> torch.dtype:
