@@ -68,7 +68,7 @@ def in_turns(
     seconds: float,
     clock: Callable[[], float],
     steady: bool = True,
-) -> dict[str, list[float]]:
+) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Times of every step, in rounds; the unit takes part in all of them.
 
     Args:
@@ -79,17 +79,25 @@ def in_turns(
         steady: see `Player`.
 
     Returns:
-        By name, a time for each round, from the first round on.
+        By name, a time for each round, from the first round on; and what was raised by those that failed.
     """
     players = {name: Player(step, clock, steady) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
+    failures: dict[str, Exception] = {}
     playing = list(players)
     while playing:
         for name in dict.fromkeys([unit, *playing]):
-            times[name].append(players[name].turn())
+            try:
+                times[name].append(players[name].turn())
+            except Exception as error:
+                failures[name] = error.with_traceback(None)  # which holds the tensors of its frames
+                playing.remove(name)
+                del times[name]
+        if unit in failures:
+            break
         allowed = seconds if len(times[unit]) >= 3 else 3 * seconds
         playing = [name for name in playing if players[name].seconds < allowed]
-    return times
+    return times, failures
 
 
 def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float, float, float]]:
@@ -110,6 +118,12 @@ def resident_bytes(which: str = "VmRSS") -> int:
     """What this process has in memory now; with ``VmHWM`` the most since the last `forget_peak`."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(which))
+    return 1024 * int(line.split()[1])
+
+
+def available_bytes() -> int:
+    """What the machine could still give (Linux)."""
+    line = next(line for line in Path("/proc/meminfo").open() if line.startswith("MemAvailable"))
     return 1024 * int(line.split()[1])
 
 

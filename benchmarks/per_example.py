@@ -20,7 +20,6 @@ import copy
 import gc
 import json
 import logging
-import os
 import resource
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,7 +30,15 @@ from typing import Any
 
 import torch
 from engines import ENGINES, WORK, Step, UnsupportedError, attempted, norm, prepared
-from meters import CLOCKS, describe_machine, forget_peak, in_turns, ratios, resident_bytes
+from meters import (
+    CLOCKS,
+    available_bytes,
+    describe_machine,
+    forget_peak,
+    in_turns,
+    ratios,
+    resident_bytes,
+)
 from workloads import WORKLOADS, Batch, Task
 
 BATCHES = (1, 4, 8, 16, 32, 64, 256)
@@ -81,7 +88,7 @@ def measured(model: str, task: Task, size: int, work: str, chosen: argparse.Name
         try:
             steps[engine], total = started(engine, work, task, batch, chosen.first)
         except UnsupportedError as error:
-            cells[engine] = replace(cells[engine], note=error.short, reason=str(error))
+            cells[engine] = failed(cells[engine], error)
             continue
         if total is not None:
             cells[engine] = replace(cells[engine], sum_norm=norm(total))
@@ -90,7 +97,11 @@ def measured(model: str, task: Task, size: int, work: str, chosen: argparse.Name
     if UNIT not in steps:
         return cells
     steady = chosen.first is None
-    times = in_turns(steps, UNIT, chosen.seconds, CLOCKS[chosen.clock], steady)
+    times, failures = in_turns(steps, UNIT, chosen.seconds, CLOCKS[chosen.clock], steady)
+    for engine, error in failures.items():
+        cells[engine] = failed(cells[engine], UnsupportedError(error))
+    if UNIT in failures:
+        return cells
     for engine, (middle, low, high) in ratios(times, UNIT).items():
         cells[engine] = replace(
             cells[engine],
@@ -101,6 +112,10 @@ def measured(model: str, task: Task, size: int, work: str, chosen: argparse.Name
             rounds=len(times[engine]),
         )
     return cells
+
+
+def failed(cell: Cell, error: UnsupportedError) -> Cell:
+    return replace(cell, note=error.short, reason=str(error))
 
 
 def started(
@@ -243,8 +258,7 @@ def quiet() -> None:
 
 def limit_memory(gigabytes: float | None) -> None:
     """A step that would need more fails, instead of the machine."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    most = free // 2 if gigabytes is None else int(gigabytes * 1e9)
+    most = available_bytes() // 2 if gigabytes is None else int(gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 

@@ -44,20 +44,29 @@ class TestTurns:
     def test_a_figure_is_a_quotient_within_the_round(self, clock: Clock) -> None:
         """The machine becomes ten times slower half-way: the ratio does not."""
         steps = {"unit": clock.step(1, 10), "other": clock.step(3, 30)}
-        times = meters.in_turns(steps, "unit", seconds=60, clock=clock, steady=False)
+        times, _ = meters.in_turns(steps, "unit", seconds=60, clock=clock, steady=False)
         assert meters.ratios(times, "unit")["other"] == (3, 3, 3)
 
     def test_steps_at_powers_of_two_do_not_count(self, clock: Clock) -> None:
         slow = [50 if step & (step - 1) == 0 else 1 for step in range(1, 300)]
         steps = {"unit": clock.step(1), "other": clock.step(*slow)}
-        times = meters.in_turns(steps, "unit", seconds=200, clock=clock)
+        times, _ = meters.in_turns(steps, "unit", seconds=200, clock=clock)
         assert set(times["other"]) == {1}
 
     def test_each_leaves_when_its_time_is_up(self, clock: Clock) -> None:
         steps = {"unit": clock.step(1), "short": clock.step(2), "long": clock.step(20)}
-        times = meters.in_turns(steps, "unit", seconds=10, clock=clock, steady=False)
+        times, _ = meters.in_turns(steps, "unit", seconds=10, clock=clock, steady=False)
         rounds = {name: len(taken) for name, taken in times.items()}
         assert rounds == {"unit": 10, "short": 5, "long": 2}
+
+    def test_one_that_fails_leaves_and_the_others_go_on(self, clock: Clock) -> None:
+        def failing() -> None:
+            raise MemoryError
+
+        steps = {"unit": clock.step(1), "failing": failing, "other": clock.step(2)}
+        times, failures = meters.in_turns(steps, "unit", seconds=10, clock=clock, steady=False)
+        assert failures.keys() == {"failing"}
+        assert times.keys() == {"unit", "other"}
 
 
 class TestTable:
