@@ -1,16 +1,19 @@
-"""Time and memory of a step."""
+"""Time and memory of steps that take turns."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 """On a machine with other work, one thread and its own CPU time tell more than the wall clock."""
+
+TURN = 0.02
+"""A turn of short steps takes so many seconds: what ran before then leaves no trace in the caches."""
 
 
 def median_milliseconds(
@@ -27,25 +30,113 @@ def median_milliseconds(
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def peak_bytes(step: Callable[[], object]) -> int:
-    """The most that torch's allocator held during a step, above what it held before.
+class Player:
+    """One engine's steps, in turns.
 
-    Counts every tensor, those inside kernels included; not the scratch memory that BLAS and oneDNN
-    allocate themselves.
+    Args:
+        step: takes one step.
+        clock: tells the time.
+        steady: take steps whose number is a power of two, and do not count them: at these ours
+            compares itself with autograd.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+
+    def __init__(
+        self, step: Callable[[], object], clock: Callable[[], float], steady: bool
+    ) -> None:
+        self._step, self._clock, self._steady = step, clock, steady
+        self._steps = 0
+        self.seconds = 0.0
+
+    def turn(self) -> float:
+        """The median time of a step, over one turn."""
+        counted: list[float] = []
+        begun = time.perf_counter()
+        while not counted or time.perf_counter() - begun < TURN:
+            start = self._clock()
+            self._step()
+            taken = self._clock() - start
+            self._steps += 1
+            if not self._steady or self._steps & (self._steps - 1):
+                counted.append(taken)
+        self.seconds += time.perf_counter() - begun
+        return statistics.median(counted)
+
+
+def in_turns(
+    steps: Mapping[str, Callable[[], object]],
+    unit: str,
+    seconds: float,
+    clock: Callable[[], float],
+    steady: bool = True,
+) -> tuple[dict[str, list[float]], dict[str, Exception]]:
+    """Times of every step, in rounds; the unit takes part in all of them.
+
+    Args:
+        steps: by name.
+        unit: the name of the step that others are compared with.
+        seconds: a step leaves when its turns have taken so long; thrice that before the third round.
+        clock: tells the time.
+        steady: see `Player`.
+
+    Returns:
+        By name, a time for each round, from the first round on; and what was raised by those that failed.
+    """
+    players = {name: Player(step, clock, steady) for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    failures: dict[str, Exception] = {}
+    playing = list(players)
+    while playing:
+        for name in dict.fromkeys([unit, *playing]):
+            try:
+                times[name].append(players[name].turn())
+            except Exception as error:
+                failures[name] = error.with_traceback(None)  # which holds the tensors of its frames
+                playing.remove(name)
+                del times[name]
+        if unit in failures:
+            break
+        allowed = seconds if len(times[unit]) >= 3 else 3 * seconds
+        playing = [name for name in playing if players[name].seconds < allowed]
+    return times, failures
+
+
+def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float, float, float]]:
+    """Quartiles of the quotients of each step's time and the unit's in the same round, median first."""
+    found = {}
+    for name, own in times.items():
+        quotients = [mine / of_unit for mine, of_unit in zip(own, times[unit], strict=False)]
+        low, middle, high = (
+            statistics.quantiles(quotients, n=4, method="inclusive")
+            if len(quotients) > 1
+            else quotients * 3
+        )
+        found[name] = (middle, low, high)
+    return found
+
+
+def resident_bytes(which: str = "VmRSS") -> int:
+    """What this process has in memory now; with ``VmHWM`` the most since the last `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(which))
+    return 1024 * int(line.split()[1])
+
+
+def available_bytes() -> int:
+    """What the machine could still give (Linux)."""
+    line = next(line for line in Path("/proc/meminfo").open() if line.startswith("MemAvailable"))
+    return 1024 * int(line.split()[1])
+
+
+def forget_peak() -> None:
+    """From here on ``VmHWM`` counts anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def describe_machine(clock: str) -> str:
     """What the figures were measured on, and how."""
     threads = torch.get_num_threads()
-    return f"torch {torch.__version__}, {threads} thread{'s'[: threads != 1]}, {clock} time"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"torch {torch.__version__}, {capability}, {threads} thread{'s'[: threads != 1]}, "
+        f"{clock} time"
+    )

@@ -25,8 +25,8 @@ from engines import prepared
 from meters import CLOCKS, describe_machine, median_milliseconds
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from workloads import WORKLOADS, Workload, images
+from torch import Tensor
+from workloads import WORKLOADS, Workload, mlp
 
 from dpis.noise import add_noise
 from dpis.randomness import Key
@@ -135,23 +135,17 @@ def measure_memory(records: int) -> tuple[float, float]:
     return held / records, peak / records
 
 
-def million() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(784, 720), nn.ReLU(), nn.Linear(720, 600), nn.ReLU(), nn.Linear(600, 10)
-    )
-
-
 NOISE_WORKLOADS = [
     (WORKLOADS["scatter-cnn"], 0.05),
-    (Workload("mlp-1m", "784-720-600-10, 512", million, images(512, 784)), 0.50),
+    (Workload("mlp-1m", "784-720-600-10", lambda: mlp(784, 720, 600, 10)), 0.50),
 ]
 
 
 def measure_noise(workload: Workload, limit: float, repeats: int, clock: str) -> NoiseRow:
     torch.manual_seed(0)
-    model, batch = workload.build(), workload.batch()
-    step = prepared("dpis norms+sum", model, batch)
-    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    task = workload.make()
+    step = prepared("dpis", "gradients", task, task.batch(BATCH))
+    sums = {name: torch.zeros_like(p) for name, p in task.model.named_parameters()}
     count, entries = iter(range(1 << 60)), sum(value.numel() for value in sums.values())
     times = median_milliseconds(
         {
@@ -164,7 +158,7 @@ def measure_noise(workload: Workload, limit: float, repeats: int, clock: str) ->
     share = times["noise"] / times["step"]
     return NoiseRow(
         model=workload.name,
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(value.numel() for value in sums.values()),
         step_ms=round(times["step"], 3),
         noise_ms=round(times["noise"], 3),
         share=round(share, 4),

@@ -115,7 +115,8 @@ def _differ(fast: Tensor, plain: Tensor, half: bool) -> bool:
 def _norm_of(gradient: Iterable[Tensor]) -> Tensor:
     """Over all parameters, in float64, without a copy."""
     wide = torch.float64
-    return torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in gradient]).norm()
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=wide) for part in gradient])
+    return norms.square().sum().sqrt()
 
 
 @contextmanager

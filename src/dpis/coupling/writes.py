@@ -89,7 +89,7 @@ def digest(tensor: Tensor) -> Digest:
     kind = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     if tensor.device.type != "cpu":
         return kind, _column_sums(flattened(tensor)).cpu().numpy().tobytes()
-    content = memoryview(flattened(tensor).view(torch.uint8).numpy())
+    content = flattened(tensor).view(torch.uint8).numpy().data
     parts = range(0, len(content), _AT_ONCE)
     nonces = (number.to_bytes(12, "big") for number in range(len(parts)))
     places = zip(nonces, parts, strict=True)
