@@ -125,11 +125,6 @@ class JobOptions(Privacy, Training):
         return cls(**values)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(Privacy, Training):
-    """Those of `dpis plan` are among these; `n_public` and `batch_size` must be said."""
-
-
 def shell_knobs() -> dict[str, Knob]:
     """The options that the command line offers, by name."""
     return {name: one for name, one in knobs(JobOptions).items() if not one.python_only}
