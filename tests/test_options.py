@@ -367,6 +367,8 @@ def test_what_was_said_is_known_and_survives_copies() -> None:
     assert privacy.said == {"epsilon", "headroom"}
     assert copy.deepcopy(privacy).said == pickle.loads(pickle.dumps(privacy)).said == privacy.said
     assert privacy.adding(delta=None, floor=0.2).said == {"epsilon", "headroom", "floor"}
+    assert replace(privacy, floor=0.2).said == {"epsilon", "headroom", "floor"}
+    replace(Privacy(method="dp-sgd"), epsilon=1.0).refuse_unused(Method.DP_SGD)
 
 
 # ── the table itself ─────────────────────────────────────────────────────────────────────────────────

@@ -153,7 +153,7 @@ class PrivacyPlan(ABC):
     def with_count(self, n_public: int) -> PrivacyPlan:
         """The plan made anew from a released number of records, if it `adapts`."""
         raise InputError(
-            "what is fixed beforehand cannot follow a released number of records: use the adaptive mode"
+            "what is fixed beforehand cannot follow a released number of records: use the method dpis-adaptive"
         )
 
     def charge(self, terms: Terms, steps: int) -> list[Entry]:
