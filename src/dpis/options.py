@@ -242,10 +242,14 @@ def knobs(table: type) -> Mapping[str, Knob]:
 
 def default_in_words(table: type, name: str) -> str:
     """What holds where nothing is said; empty: nothing does."""
-    default = next(one.default for one in fields(table) if one.name == name)
+    default = _defaults(table)[name]
     if knobs(table)[name].default or default in (None, False, ()):
         return knobs(table)[name].default
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _defaults(table: type) -> dict[str, Any]:
+    return {one.name: one.default for one in fields(table)}
 
 
 class Options:
@@ -255,7 +259,7 @@ class Options:
 
     def __new__(cls, **given: Any) -> Self:
         """Remember what was said. `dataclasses.replace` gives everything anew: what is the default was not said."""
-        made, defaults = object.__new__(cls), {one.name: one.default for one in fields(cls)}
+        made, defaults = object.__new__(cls), _defaults(cls)
         if given.keys() == defaults.keys():
             given = {name: value for name, value in given.items() if value is not defaults[name]}
         object.__setattr__(made, "said", frozenset(given))

@@ -14,9 +14,11 @@ from dpis.errors import InputError
 from dpis.options import Knob, Method, Privacy, Training, knob, knobs
 
 SAMPLE = "fmnist-sample"
+OF_FILES = "Your own file"
+"""The heading of options that a data set by name does not need."""
 
 _model = functools.partial(knob, group="Model")
-_file = functools.partial(knob, group="Your own file")
+_file = functools.partial(knob, group=OF_FILES)
 _measuring = functools.partial(knob, group="Measuring")
 _run = functools.partial(knob, group="Run")
 
