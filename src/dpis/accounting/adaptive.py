@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpis.accounting.accountants import Accountant
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition, Event, PoissonGaussian
@@ -35,7 +34,7 @@ from dpis.accounting.workload import (
     releases_over_run,
 )
 from dpis.errors import BudgetExceededError, InputError
-from dpis.options import Privacy
+from dpis.options import Accountant, Privacy
 
 _ROUNDING_RESERVE = 1e-12
 

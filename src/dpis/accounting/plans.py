@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dpis.accounting.accountants import epsilon_by_pld, epsilon_by_rdp
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.filter import Guard, Unguarded
 from dpis.accounting.header import CountSource, Header
 from dpis.accounting.ledger import Entry
+from dpis.accounting.pld import epsilon_by_pld
+from dpis.accounting.renyi import epsilon_by_rdp
 from dpis.accounting.workload import (
     GRADIENT,
     Cadence,
