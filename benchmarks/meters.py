@@ -123,7 +123,8 @@ def resident_bytes(which: str = "VmRSS") -> int:
 
 def available_bytes() -> int:
     """What the machine could still give (Linux)."""
-    line = next(line for line in Path("/proc/meminfo").open() if line.startswith("MemAvailable"))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("MemAvailable"))
     return 1024 * int(line.split()[1])
 
 

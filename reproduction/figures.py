@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from dpis.app.page.charts import STYLES, Chart, Series
+from dpis.app.page.charts import STYLES, Chart, Series, over_epochs
 from dpis.errors import DpisError
 from reproduction import published
 from reproduction.noise_causes import NoiseCauses, causes_of
@@ -29,16 +29,9 @@ def noise_charts(rows: Sequence[Row]) -> Iterator[Chart]:
         row = _run_of_dpis(rows, published.FIGURE_1_DATASET, epsilon, ("figure1", "table3"))
         series, note = ([], None) if row is None else _explained(row, epsilon)
         shown = published.DATASETS[published.FIGURE_1_DATASET]
-        yield Chart(
-            key=f"noise-{epsilon:g}".replace(".", "-"),
-            title=f"Noise by epoch, {shown}, {at_epsilon(epsilon)}",
-            x="epoch",
-            y="noise multiplier sigma_G",
-            epochs=True,
-            y_from_zero=True,
-            series=series,
-            note=note,
-        )
+        key = f"noise-{epsilon:g}".replace(".", "-")
+        title = f"Noise by epoch, {shown}, {at_epsilon(epsilon)}"
+        yield over_epochs(key, title, "noise multiplier sigma_G", series, note=note)
 
 
 def _run_of_dpis(
@@ -155,15 +148,7 @@ def kappa_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     for dataset, shown in published.DATASETS.items():
         series = list(_kappa_series(rows, dataset))
         if series:
-            yield Chart(
-                key=f"kappa-{dataset}",
-                title=f"{shown}: kappa by epoch",
-                x="epoch",
-                y="kappa",
-                series=series,
-                epochs=True,
-                y_from_zero=True,
-            )
+            yield over_epochs(f"kappa-{dataset}", f"{shown}: kappa by epoch", "kappa", series)
 
 
 def _kappa_series(rows: Sequence[Row], dataset: str) -> Iterator[Series]:

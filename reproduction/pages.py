@@ -160,32 +160,33 @@ def _cell(cell: Comparison, reference: bool) -> Iterator[Child]:
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _figures(rows: Sequence[Row]) -> Iterator[Markup]:
-    yield tag("h3", "Why the noise falls (the paper's Figure 1)")
-    yield tag(
-        "p",
+FIGURES = {
+    "Why the noise falls (the paper's Figure 1)": (
         "DPIS lowers sigma_G over the epochs for two reasons, shown apart: importance sampling needs less noise at the "
         "kappa that was released, and the schedule moves budget from early epochs to late ones, which DP-SGD could do "
         "too. All three lines cost the same Renyi budget at the run's one order; the first pays for no other release.",
-    )
-    yield figures(list(noise_charts(rows)))
-    yield tag("h3", "Accuracy by epsilon")
-    yield tag("p", "Means of the rows accounted by RDP (filled) and the paper's figures (hollow).")
-    yield figures(list(epsilon_charts(rows)))
-    yield tag("h3", "Norm utilisation kappa")
-    kappa = list(kappa_charts(rows))
-    yield tag(
-        "p",
+        noise_charts,
+    ),
+    "Accuracy by epsilon": (
+        "Means of the rows accounted by RDP (filled) and the paper's figures (hollow).",
+        epsilon_charts,
+    ),
+    "Norm utilisation kappa": (
         "The mean gradient norm over the clip norm, as each epoch released it. At 1 DPIS is DP-SGD.",
-    )
-    yield figures(kappa) if kappa else tag("p", "Not run.", class_="absent")
-    yield tag("h3", "Accuracy by work")
-    work = list(work_charts(rows))
-    yield tag(
-        "p",
+        kappa_charts,
+    ),
+    "Accuracy by work": (
         "What a run computed, from its diagnostics: gradients of single records, norm passes included.",
-    )
-    yield figures(work) if work else tag("p", "Not run.", class_="absent")
+        work_charts,
+    ),
+}
+
+
+def _figures(rows: Sequence[Row]) -> Iterator[Markup]:
+    for title, (text, charts_of) in FIGURES.items():
+        charts = list(charts_of(rows))
+        yield join([tag("h3", title), tag("p", text)])
+        yield figures(charts) if charts else tag("p", "Not run.", class_="absent")
 
 
 # ── origin ───────────────────────────────────────────────────────────────────────────────────────────

@@ -108,13 +108,37 @@ def through_the_command_line(said: dict[str, Any], patch: pytest.MonkeyPatch) ->
         raise Reached
 
     patch.setattr(jobs._Job, "_open", opened)
-    flags = ["--model", "linear", "--batch-size", str(BATCH), "--epochs", str(EPOCHS), "--lr", "1"]
+    more = ["--model", "linear", "--lr", "1"]
+    with pytest.raises(Reached):
+        get_command(app).main(["train", *more, *flags_of(said)], standalone_mode=False)
+    return found[0]
+
+
+def through_a_plan(said: dict[str, Any], patch: pytest.MonkeyPatch) -> Config:
+    """`dpis plan`: what it shows is the plan of a run with the same options."""
+    from typer.main import get_command
+
+    from dpis.app.commands import plan_tables
+    from dpis.app.entry import app
+
+    found: list[Config] = []
+
+    def made(config: Config) -> Any:
+        found.append(config)
+        raise Reached
+
+    patch.setattr(plan_tables, "make_plan", made)
+    with pytest.raises(Reached):
+        get_command(app).main(["plan", *flags_of(said)], standalone_mode=False)
+    return found[0]
+
+
+def flags_of(said: dict[str, Any]) -> list[str]:
+    flags = ["--batch-size", str(BATCH), "--epochs", str(EPOCHS)]
     for name, value in said.items():
         flag = "--" + name.replace("_", "-")
         flags += [flag] if value is True else [flag, str(value)]
-    with pytest.raises(Reached):
-        get_command(app).main(["train", *flags], standalone_mode=False)
-    return found[0]
+    return flags
 
 
 def through_the_engine(said: dict[str, Any], patch: pytest.MonkeyPatch) -> Config:
@@ -170,6 +194,7 @@ NOT_WITHOUT_A_HORIZON = NOT_IN_A_LOOP | {
 DOORS: dict[str, tuple[Door, set[str]]] = {
     "dpis.train": (through_train, set()),
     "command line": (through_the_command_line, set()),
+    "dpis plan": (through_a_plan, set()),
     "make_private_with_epsilon": (through_the_engine, NOT_IN_A_LOOP),
     "make_private": (through_given_noise, NOT_WITHOUT_A_HORIZON),
     "trainers": (through_a_trainer, NOT_IN_A_LOOP),
@@ -342,6 +367,8 @@ def test_what_was_said_is_known_and_survives_copies() -> None:
     assert privacy.said == {"epsilon", "headroom"}
     assert copy.deepcopy(privacy).said == pickle.loads(pickle.dumps(privacy)).said == privacy.said
     assert privacy.adding(delta=None, floor=0.2).said == {"epsilon", "headroom", "floor"}
+    assert replace(privacy, floor=0.2).said == {"epsilon", "headroom", "floor"}
+    replace(Privacy(method="dp-sgd"), epsilon=1.0).refuse_unused(Method.DP_SGD)
 
 
 # ── the table itself ─────────────────────────────────────────────────────────────────────────────────

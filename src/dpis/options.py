@@ -242,10 +242,14 @@ def knobs(table: type) -> Mapping[str, Knob]:
 
 def default_in_words(table: type, name: str) -> str:
     """What holds where nothing is said; empty: nothing does."""
-    default = next(one.default for one in fields(table) if one.name == name)
+    default = _defaults(table)[name]
     if knobs(table)[name].default or default in (None, False, ()):
         return knobs(table)[name].default
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _defaults(table: type) -> dict[str, Any]:
+    return {one.name: one.default for one in fields(table)}
 
 
 class Options:
@@ -253,10 +257,12 @@ class Options:
 
     said: frozenset[str]
 
-    def __new__(cls, **said: Any) -> Self:
-        """Remember what was said."""
-        made = object.__new__(cls)
-        object.__setattr__(made, "said", frozenset(said))
+    def __new__(cls, **given: Any) -> Self:
+        """Remember what was said. `dataclasses.replace` gives everything anew: what is the default was not said."""
+        made, defaults = object.__new__(cls), _defaults(cls)
+        if given.keys() == defaults.keys():
+            given = {name: value for name, value in given.items() if value is not defaults[name]}
+        object.__setattr__(made, "said", frozenset(given))
         return made
 
     def __post_init__(self) -> None:
@@ -320,7 +326,12 @@ class Privacy(Options):
         3.0, "Of the guarantee; smaller is stronger.", symbol="epsilon", used_by=PRIVATE, above=0
     )
     delta: float = _guarantee(
-        1e-5, "Of the guarantee; well below 1 / records.", symbol="delta", used_by=PRIVATE
+        1e-5,
+        "Of the guarantee; well below 1 / records.",
+        symbol="delta",
+        used_by=PRIVATE,
+        above=0,
+        below=1,
     )
     method: str = _guarantee(
         Method.DPIS,
@@ -332,6 +343,7 @@ class Privacy(Options):
         "A public number of training records (users).",
         symbol="n_public",
         shown="counted, and then public",
+        at_least=1,
     )
     release_n: bool = _guarantee(
         False, "Release a noisy number of records too.", symbol="N'", used_by=PRIVATE
@@ -347,6 +359,7 @@ class Privacy(Options):
         0.005,
         "dp-sgd-decay: noise falls as exp(-rate * epoch).",
         used_by=(Method.DP_SGD_DECAY,),
+        at_least=0,
     )
 
     kappa: float | str | Sequence[float] | None = _sampling(
@@ -361,6 +374,7 @@ class Privacy(Options):
         "Instead of kappa: the DP-SGD batch with the same privacy and noise.",
         symbol="B",
         shown="b / kappa",
+        above=0,
     )
     headroom: float = _sampling(
         5.0,
@@ -387,9 +401,15 @@ class Privacy(Options):
     )
 
     reserve_share: float = _adaptive(
-        0.8, "The share of epochs that reserve as if kappa were 1.", symbol="a_E"
+        0.8,
+        "The share of epochs that reserve as if kappa were 1.",
+        symbol="a_E",
+        at_least=0,
+        at_most=1,
     )
-    rate_cap: float = _adaptive(0.5, "The largest probability to draw a record.", symbol="pi_cap")
+    rate_cap: float = _adaptive(
+        0.5, "The largest probability to draw a record.", symbol="pi_cap", above=0, at_most=1
+    )
     norm_sum: str = _adaptive(
         NormSum.FULL_PASS,
         "How the released norm sum is computed.",
@@ -437,12 +457,13 @@ class Training(Options):
         40
     """
 
-    epochs: int = _training(40, "Passes over the data.", symbol="E")
+    epochs: int = _training(40, "Passes over the data.", symbol="E", at_least=1)
     batch_size: int | None = _training(
         None,
         "An epoch has floor(n_public / b) steps.",
         symbol="b",
         shown="n_public / 5, at most 8192",
+        at_least=1,
     )
     lr: float | None = _training(
         None,
@@ -462,13 +483,15 @@ class Training(Options):
         None, "Makes a learning rate scheduler from the optimizer.", python_only=True
     )
     scheduler_interval: str = _training(
-        "epoch", "How often the scheduler steps: epoch or step.", python_only=True
+        "epoch", "How often the scheduler steps.", choices=("epoch", "step"), python_only=True
     )
     ema: float | None = _training(
         None,
         "Release a moving average of the weights with this decay; 0: the last weights.",
         shown="0",
         shell_default="0.95",
+        at_least=0,
+        below=1,
     )
     early_stop: Any = _training(
         None,
@@ -500,6 +523,7 @@ class Training(Options):
     views: int = _records(
         1,
         "The first tensor of an item holds so many views along its first axis, averaged.",
+        at_least=1,
         python_only=True,
     )
     user_ids: Sequence[Any] | None = _records(
@@ -508,7 +532,7 @@ class Training(Options):
         python_only=True,
     )
     max_rows_per_user: int = _records(
-        8, "A user's rows in one step, a public bound; for user-level privacy."
+        8, "A user's rows in one step, a public bound; for user-level privacy.", at_least=1
     )
     collate_fn: Any = _records(
         None, "Makes a batch of a list of items.", shown="torch's", python_only=True
@@ -520,7 +544,7 @@ class Training(Options):
     )
 
     physical_batch: int | None = _run(
-        None, "Records computed at once.", shown="what fits the caches"
+        None, "Records computed at once.", shown="what fits the caches", at_least=1
     )
     device: Any = _run("auto", "auto, cpu, cuda.")
     diagnostics: bool = _run(False, "Show private values: the model is then not for release.")

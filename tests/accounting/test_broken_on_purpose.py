@@ -177,7 +177,7 @@ PLANTS = [
           test_ledger.law_events_of_an_unknown_kind_are_refused, ("folder",)),
     Plant("22 unknown accountants pass for pld", Accountant, "parse", classmethod(lambda *_: Accountant.PLD),
           test_accountants.law_unknown_accountants_raise),
-    Plant("verify: believes the claim", verification, "_epsilon", lambda events, delta, claim: claim,
+    Plant("verify: believes the claim", verification, "_epsilon", lambda _, __, claim: verification._Bound(claim),
           test_verify.law_a_claim_below_its_events_is_found_out, ("folder", "header")),
     Plant("verify: a plan may cost a hundredth more than the claim", verification, "_ROUNDING", 1e-2,
           law_of_verify_on_one_grid, ("folder",)),

@@ -5,6 +5,8 @@ import json
 import math
 
 import pytest
+from scipy.optimize import brentq
+from scipy.special import ndtr
 
 from dpis.accounting import (
     Adjacency,
@@ -250,6 +252,43 @@ def law_a_thousandth_too_much_is_found_out(folder, verify=verify_ledger):
         # and so it is, when the ledger says how much less the run spent before it stopped
         verdict = verify(write_run(folder / f"stopped {factor}", claimed, events=3))
         assert verdict.holds is holds, factor
+
+
+def law_a_grid_has_a_public_limit(folder, verify=verify_ledger):
+    """Forged: noise so small, or a claim so near to the cost, that only grids without end could tell."""
+    tiny = (PlannedRun("release", Gaussian(noise_multiplier=0.01), 1000),)
+    verdict = verify(write_run(folder / "tiny", predeclared_header(planned=tiny), events=1))
+    assert not verdict.holds
+    assert "cannot be shown" in verdict.problem
+    planned = (PlannedRun("release", Gaussian(noise_multiplier=4.0), 1),)
+    exact = epsilon_of_gaussian(4.0, 1e-5)
+    just_below = predeclared_header(claim=Budget(exact * (1 - 1e-12), 1e-5), planned=planned)
+    verdict = verify(write_run(folder / "near", just_below))
+    assert not verdict.holds
+    assert "cannot be shown" in verdict.problem
+
+
+def epsilon_of_gaussian(z, delta):
+    """Exactly, by the closed form of its privacy loss distribution (Balle and Wang 2018)."""
+
+    def delta_at(epsilon):
+        return ndtr(0.5 / z - epsilon * z) - math.exp(epsilon) * ndtr(-0.5 / z - epsilon * z)
+
+    return brentq(lambda epsilon: delta_at(epsilon) - delta, 1e-3, 50.0, xtol=1e-15)
+
+
+def test_a_grid_has_a_public_limit(tmp_path, monkeypatch):
+    grids = []
+    at_interval = verify_module._pld_epsilon
+
+    def counted(event, delta, interval):
+        grids.append(interval)
+        return at_interval(event, delta, interval)
+
+    monkeypatch.setattr(verify_module, "LARGEST_GRID", 10**5)
+    monkeypatch.setattr(verify_module, "_pld_epsilon", counted)
+    law_a_grid_has_a_public_limit(tmp_path)
+    assert len(grids) == 2  # none for the first; 2 / 10**5 is above the third
 
 
 def law_a_filter_overrun_by_a_thousandth_is_found_out(folder, verify=verify_ledger):

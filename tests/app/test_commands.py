@@ -54,7 +54,7 @@ def test_plan_as_json_has_the_promised_keys(capsys):
 
 
 def test_adaptive_plan_as_json_has_the_filter_terms(capsys):
-    code, out, _ = run(capsys, *PLAN, "--mode", "adaptive", "--json")
+    code, out, _ = run(capsys, *PLAN, "--method", "dpis-adaptive", "--json")
     plan = json.loads(out)
     assert code == 0
     assert plan["mode"] == "adaptive"
@@ -100,13 +100,15 @@ def test_releases_are_paid_for(capsys):
         replaced("--kappa", "0.5,0.5"),
         [*replaced("--kappa", "0.5"), "--equivalent-batch", "400"],
         replaced("--adjacency", "replace-one"),
-        replaced("--mode", "hybrid"),
+        replaced("--method", "hybrid"),
+        replaced("--method", "sgd"),
         replaced("--accountant", "gdp"),
-        [*replaced("--mode", "adaptive"), "--accountant", "pld"],
-        [*replaced("--mode", "adaptive"), "--decay-rate", "0.01"],
-        [*replaced("--mode", "adaptive"), "--kappa", "0.5"],
+        [*replaced("--method", "dpis-adaptive"), "--accountant", "pld"],
+        [*replaced("--method", "dpis-adaptive"), "--decay-rate", "0.01"],
+        [*replaced("--method", "dpis-adaptive"), "--kappa", "0.5"],
         replaced("--reserve-share", "0.5"),
-        replaced("--decay-rate", "-1"),
+        replaced("--decay-rate", "0.01"),
+        [*replaced("--method", "dp-sgd-decay"), "--decay-rate", "-1"],
         replaced("--release", "mean"),
         replaced("--release", "mean=0"),
         replaced("--release", "mean=inf"),
@@ -116,10 +118,10 @@ def test_releases_are_paid_for(capsys):
         replaced("--n-public", "1" + "0" * 400),
         replaced("--equivalent-batch", "inf"),
         replaced("--accountant", ""),
-        [*replaced("--batch-size", "15000"), "--mode", "adaptive"],
+        [*replaced("--batch-size", "15000"), "--method", "dpis-adaptive"],
         replaced("--release", "mean=0.1"),
         replaced("--release", "mean=8@day"),
-        [*replaced("--epsilon", "0.00001"), "--mode", "adaptive"],
+        [*replaced("--epsilon", "0.00001"), "--method", "dpis-adaptive"],
         ["plan"],
         ["fly"],
         ["plan", "--nonsense"],
@@ -197,9 +199,11 @@ def test_help_and_version(capsys):
 
 @pytest.mark.slow
 def test_planning_does_not_load_torch():
-    code = "import sys, dpis.accounting, dpis.app; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    code = "import sys, dpis.app; dpis.app.main(sys.argv[1:]); print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, *PLAN, "--accountant", "rdp"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+    assert "300 steps" in done.stdout
 
 
 @pytest.mark.slow

@@ -280,17 +280,20 @@ def bad_commands(table):
             declared(table, *target[:2], "--classes", "a,b", *target[4:]),
             "none of the 2 classes",
         ),
-        "epsilon of zero": (declared(table, *target, "--epsilon", "0"), "epsilon must be"),
-        "delta of one": (declared(table, *target, "--delta", "1"), "delta must lie"),
+        "epsilon of zero": (declared(table, *target, "--epsilon", "0"), "--epsilon must be"),
+        "delta of one": (
+            declared(table, *target, "--delta", "1"),
+            "--delta must be above 0 and below 1",
+        ),
         "a batch larger than the data": (
             declared(table, *target, "--n-public", "40"),
             "larger than n_public",
         ),
         "an unknown method": (
             declared(table, *target, "--method", "magic"),
-            "method must be one of",
+            "--method must be one of",
         ),
-        "an unknown model": (declared(table, *target, "--model", "vit"), "model must be one of"),
+        "an unknown model": (declared(table, *target, "--model", "vit"), "--model must be one of"),
         "a model that cannot be imported": (
             declared(table, *target, "--model", "nowhere:make"),
             "cannot import",
@@ -330,7 +333,7 @@ def bad_commands(table):
             declared(table, *target, "--max-rows-per-user", "3"),
             "give --user-column",
         ),
-        "ema of 2": (declared(table, *target, "--ema", "2"), "ema must lie"),
+        "ema of 2": (declared(table, *target, "--ema", "2"), "--ema must be"),
     }
 
 

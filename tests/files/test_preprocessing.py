@@ -46,7 +46,7 @@ def arrays(features: np.ndarray, targets: np.ndarray | None = None) -> Arrays:
 
 def test_a_table_by_hand() -> None:
     made = TablePreprocessing(
-        (NumericColumn("age", 0, 100), CategoricalColumn("colour", ("red", "green"))), CLASSES
+        (NumericColumn("age", (0, 100)), CategoricalColumn("colour", ("red", "green"))), CLASSES
     )
     read = table(
         {"age": [0, 25, 300, math.nan, -math.inf]},
@@ -80,7 +80,7 @@ PAIRS = st.tuples(BOUND, BOUND).map(sorted).filter(lambda p: p[1] / 2 - p[0] / 2
 @settings(deadline=None)
 @given(pair=PAIRS, values=st.lists(st.floats(), min_size=1, max_size=8))
 def test_numbers_stay_between_minus_one_and_one(pair: list[float], values: list[float]) -> None:
-    made = TablePreprocessing((NumericColumn("a", *pair),), CLASSES)
+    made = TablePreprocessing((NumericColumn("a", tuple(pair)),), CLASSES)
     read = table({"a": values}, {})
     found = made.encode_features(read).numpy()
     assert np.isfinite(found).all()
@@ -96,7 +96,7 @@ def test_numbers_stay_between_minus_one_and_one(pair: list[float], values: list[
 def test_regression_targets_come_back(pair: list[float], data: st.DataObject) -> None:
     low, high = pair
     values = data.draw(st.lists(st.floats(low, high), min_size=1, max_size=5))
-    target = NumberTarget("y", low, high)
+    target = NumberTarget("y", (low, high))
     encoded = target.of_numbers(np.array(values), str)
     assert (encoded.abs() <= 1).all()
     tolerance = 1e-6 * (high / 2 - low / 2) + 1e-15 * max(abs(low), abs(high))
@@ -123,7 +123,7 @@ def test_every_category_has_one_place(cells: list[str], data: st.DataObject) -> 
 def test_one_record_is_encoded_whatever_the_others() -> None:
     """Rule 17: preprocessing couples no records."""
     made = TablePreprocessing(
-        (NumericColumn("a", 0, 1, Origin.RELEASED), CategoricalColumn("c", ("u",))), CLASSES
+        (NumericColumn("a", (0, 1), Origin.RELEASED), CategoricalColumn("c", ("u",))), CLASSES
     )
     alone = made.encode_features(table({"a": [0.3]}, {"c": ["u"]}))
     among = made.encode_features(
@@ -163,14 +163,14 @@ def test_targets_that_are_refused() -> None:
     with pytest.raises(InputError, match="whole numbers or text"):
         digits.of_array(np.array([1j]), str)
     with pytest.raises(InputError, match=r"1 record has no number as target 'y'.*line 1"):
-        NumberTarget("y", 0, 1).of_numbers(np.array([0.5, math.nan]), lambda i: f"line {i}")
+        NumberTarget("y", (0, 1)).of_numbers(np.array([0.5, math.nan]), lambda i: f"line {i}")
 
 
 def test_outputs_that_are_refused() -> None:
     with pytest.raises(InputError, match="2 columns, one a class, found shape"):
         CLASSES.decode(torch.zeros(4, 3))
     with pytest.raises(InputError, match="one number a record"):
-        NumberTarget("y", 0, 1).decode(torch.zeros(4, 3))
+        NumberTarget("y", (0, 1)).decode(torch.zeros(4, 3))
 
 
 def test_images_are_divided_by_255() -> None:
@@ -191,7 +191,7 @@ def test_other_arrays_are_taken_as_they_are(kind: type) -> None:
 
 
 def test_arrays_that_are_refused() -> None:
-    made = ArrayPreprocessing((2,), False, NumberTarget("y", 0, 10))
+    made = ArrayPreprocessing((2,), False, NumberTarget("y", (0, 10)))
     bad = np.array([[1, 2], [math.nan, 0], [3, math.inf], [1e60, 0]])
     with pytest.raises(InputError, match=r"3 records have features that are not finite.*record 2;"):
         made.encode_features(arrays(bad))
@@ -216,22 +216,21 @@ def test_arrays_that_are_refused() -> None:
 VALUES = [
     TablePreprocessing(
         (
-            NumericColumn("a", -0.1, 1 / 3, Origin.RELEASED),
+            NumericColumn("a", (-0.1, 1 / 3), Origin.RELEASED),
             CategoricalColumn("c", ("ü", "b, c"), Origin.CONFIRMED),
             CategoricalColumn("empty", (), Origin.CONFIRMED),
         ),
         ClassTarget("y", ("0", "1"), Origin.CONFIRMED),
     ),
-    TablePreprocessing((NumericColumn("a", -1e300, 1e300),), NumberTarget("y", 0, 0.1)),
+    TablePreprocessing((NumericColumn("a", (-1e300, 1e300)),), NumberTarget("y", (0, 0.1))),
     ArrayPreprocessing((1, 28, 28), True, ClassTarget("labels", ("cat", "dog"))),
-    ArrayPreprocessing((7,), False, NumberTarget("y", -5, 5)),
+    ArrayPreprocessing((7,), False, NumberTarget("y", (-5, 5))),
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=["table", "regression", "images", "array"])
 def test_json_brings_it_back(value: TablePreprocessing | ArrayPreprocessing) -> None:
     assert preprocessing_from_json(json.loads(json.dumps(value.to_json()))) == value
-    assert type(value).from_json(value.to_json()) == value
 
 
 @pytest.mark.parametrize("value", VALUES, ids=["table", "regression", "images", "array"])
@@ -259,8 +258,8 @@ def test_json_of_parts_is_read_strictly() -> None:
         {**column, "name": 3},
     ):
         with pytest.raises(InputError):
-            TablePreprocessing.from_json({**good, "columns": [bad]})
+            preprocessing_from_json({**good, "columns": [bad]})
     with pytest.raises(InputError, match="at least one column"):
-        TablePreprocessing.from_json({**good, "columns": []})
+        preprocessing_from_json({**good, "columns": []})
     with pytest.raises(InputError, match="each once"):
-        TablePreprocessing.from_json({**good, "columns": [column, column]})
+        preprocessing_from_json({**good, "columns": [column, column]})

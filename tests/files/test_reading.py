@@ -20,7 +20,7 @@ from dpis.files.reading import encode_evaluation, encode_features, open_records
 from dpis.files.scaling import CELLS, bounds_from_counts, bucket_counts, sensitivity
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable
-from dpis.files.targets import MOST_FROM_DATA, Origin
+from dpis.files.targets import MOST_FROM_DATA, ClassTarget, Origin
 
 PEOPLE = """id,age,colour,who,income
 1,20,red,ann,low
@@ -58,7 +58,7 @@ def error(path: Path, **options: Any) -> str:
 def test_a_declared_table(tmp_path: Path) -> None:
     raw = open_records(csv(tmp_path), schema=flags())
     assert raw.columns_to_release == ()
-    assert (len(raw), raw.task) == (4, "classification")
+    assert (len(raw), raw.target.task) == (4, "classification")
     found = raw.encode()
     torch.testing.assert_close(
         found.features,
@@ -69,16 +69,25 @@ def test_a_declared_table(tmp_path: Path) -> None:
     assert found.targets.tolist() == [0, 1, 0, 1]
     assert found.user_ids is not None
     assert found.user_ids.tolist() == [0, 1, 0, 2]
-    assert (found.task, found.classes) == ("classification", ("low", "high"))
-    assert found.public_by_confirmation == ()
+    assert found.preprocessing.target.task == "classification"
+    assert classes_of(found) == ("low", "high")
+    assert found.preprocessing.public_by_confirmation == ()
+
+
+def classes_of(made: EncodedRecords) -> tuple[str, ...]:
+    assert isinstance(made.preprocessing.target, ClassTarget)
+    return made.preprocessing.target.classes
 
 
 def test_what_was_confirmed_is_said(tmp_path: Path) -> None:
     schema = flags(categories=["colour=from-data"], classes="from-data", user_column=None)
     raw = open_records(csv(tmp_path), schema=schema.updated(Schema(drop=("who",))))
     found = raw.encode()
-    assert found.public_by_confirmation == ("categories of colour", "classes of income")
-    assert found.classes == ("high", "low")
+    assert found.preprocessing.public_by_confirmation == (
+        "categories of colour",
+        "classes of income",
+    )
+    assert classes_of(found) == ("high", "low")
     assert isinstance(found.preprocessing, TablePreprocessing)
     assert found.preprocessing.feature_names[2:] == (
         "colour=blue",
@@ -91,7 +100,7 @@ def test_what_was_confirmed_is_said(tmp_path: Path) -> None:
 
 def test_classes_may_stand_among_the_categories(tmp_path: Path) -> None:
     schema = flags(classes=None, categories=["colour=red", "income=low,high"])
-    assert open_records(csv(tmp_path), schema=schema).encode().classes == ("low", "high")
+    assert classes_of(open_records(csv(tmp_path), schema=schema).encode()) == ("low", "high")
     both = flags(categories=["colour=red", "income=high,low"])
     assert "classes and categories of the target" in error(csv(tmp_path), schema=both)
 
@@ -111,7 +120,7 @@ def test_bounds_that_are_released(tmp_path: Path) -> None:
     bounds = bounds_from_counts(counts, 0.0)
     made = raw.encode(bounds).preprocessing
     assert isinstance(made, TablePreprocessing)
-    assert made.columns[1] == NumericColumn("age", *bounds[1], Origin.RELEASED)
+    assert made.columns[1] == NumericColumn("age", bounds[1], Origin.RELEASED)
 
 
 def test_a_release_end_to_end(tmp_path: Path) -> None:
@@ -132,9 +141,9 @@ def test_a_release_end_to_end(tmp_path: Path) -> None:
 
 def test_a_regression(tmp_path: Path) -> None:
     path = csv(tmp_path, "size;price\n10;100\n20;300\n")
-    schema = Schema.from_flags(bounds=["size=0:20", "price=0:200"])
-    found = open_records(path, target="price", schema=schema).encode()
-    assert (found.task, found.classes) == ("regression", None)
+    schema = Schema.from_flags(target="price", bounds=["size=0:20", "price=0:200"])
+    found = open_records(path, schema=schema).encode()
+    assert found.preprocessing.target.task == "regression"
     assert found.targets.tolist() == [0.0, 1.0]
     assert found.targets.dtype == torch.float32
     assert found.preprocessing.decode_predictions(found.targets) == [100.0, 200.0]
@@ -250,10 +259,9 @@ def trained(folder: Path) -> EncodedRecords:
 def test_other_files_are_prepared_alike(tmp_path: Path) -> None:
     made = trained(tmp_path)
     stored = preprocessing_from_json(json.loads(json.dumps(made.preprocessing.to_json())))
-    again = encode_evaluation(tmp_path / "people.csv", stored, user_column="who")
-    assert torch.equal(again.features, made.features)
-    assert torch.equal(again.targets, made.targets)
-    assert again.user_ids is not None
+    features, targets = encode_evaluation(tmp_path / "people.csv", stored)
+    assert torch.equal(features, made.features)
+    assert torch.equal(targets, made.targets)
     other = csv(tmp_path, "extra\tcolour\tage\nx\tgreen\t60\nx\tred\t20\n", "new.tsv")
     assert torch.equal(encode_features(other, stored), made.features[[1, 0]])
 
@@ -296,14 +304,13 @@ def test_images_with_classes(tmp_path: Path) -> None:
     found = raw.encode()
     torch.testing.assert_close(found.features, torch.from_numpy(IMAGES) / 255.0)
     assert found.targets.tolist() == [0, 1, 2, 1]
-    assert found.classes == ("cat", "dog", "cow")
+    assert classes_of(found) == ("cat", "dog", "cow")
     assert found.user_ids is not None
     assert found.user_ids.tolist() == [0, 0, 1, 2]
-    assert found.public_by_confirmation == ()
+    assert found.preprocessing.public_by_confirmation == ()
     with pytest.raises(InputError, match="arrays need no bounds"):
         raw.encode([(0, 1)])
-    again = encode_evaluation(path, found.preprocessing)
-    assert torch.equal(again.features, found.features)
+    assert torch.equal(encode_evaluation(path, found.preprocessing)[0], found.features)
 
 
 def test_classes_of_arrays_from_data(tmp_path: Path) -> None:
@@ -315,8 +322,8 @@ def test_classes_of_arrays_from_data(tmp_path: Path) -> None:
         (np.array([1.0, 0.0, 1.0, 2.0]), ("0", "1", "2")),
     ):
         found = open_records(arrays(tmp_path, x=IMAGES, y=labels), schema=schema).encode()
-        assert found.classes == classes
-        assert found.public_by_confirmation == ("classes of y",)
+        assert classes_of(found) == classes
+        assert found.preprocessing.public_by_confirmation == ("classes of y",)
         expected = [classes.index(str(v).removesuffix(".0")) for v in labels]
         assert found.targets.tolist() == expected
 
@@ -327,7 +334,7 @@ def test_a_regression_on_arrays(tmp_path: Path) -> None:
     schema = Schema.from_flags(target="dose", bounds=["dose=0:10"])
     found = open_records(path, schema=schema).encode()
     assert found.targets.tolist() == [-1, 0, 1]
-    assert torch.equal(encode_evaluation(path, found.preprocessing).targets, found.targets)
+    assert torch.equal(encode_evaluation(path, found.preprocessing)[1], found.targets)
     assert encode_features(path, found.preprocessing).shape == (3, 2)
     torch.save(torch.ones(5, 2), tmp_path / "new.pt")
     assert encode_features(tmp_path / "new.pt", found.preprocessing).shape == (5, 2)

@@ -38,7 +38,7 @@ def test_flags() -> None:
         ({"bounds": ["age=0-120"]}, "must look like age=0:120"),
         ({"bounds": ["=0:1"]}, "must look like"),
         ({"bounds": ["age=nan:1"]}, "must look like"),
-        ({"bounds": ["age=120:0"]}, "the lower one first, found 120.0 and 0.0"),
+        ({"bounds": ["age=120:0"]}, "the lower one first, found (120.0, 0.0)"),
         ({"bounds": ["age=1:1"]}, "the lower one first"),
         ({"bounds": ["age=0:inf"]}, "finite"),
         ({"bounds": ["age=0:5e-324"]}, "finite"),

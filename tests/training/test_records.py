@@ -378,7 +378,7 @@ def test_a_stream_is_refused(tmp_path: Path) -> None:
         ({"augmentations": 2}, "without augment"),
         ({"augmentations": 0}, "at least 1"),
         ({"views": 0}, "at least 1"),
-        ({"views": 2.5}, "views must be a whole number, found 2.5"),
+        ({"views": 2.5}, "views must be a whole number of at least 1, found 2.5"),
         ({"views": 3}, "3 views along its first axis"),
     ],
 )

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": torch.optim.SGD([*MODEL.parameters(), OTHER.weight])},
         "not trainable parameters of this model",
     ),
-    "average": ({"ema": 1.0}, "ema must lie"),
+    "average": ({"ema": 1.0}, "ema must be"),
     "interval": ({"scheduler_interval": "batch"}, "scheduler_interval"),
     "plateau": ({"scheduler": ReduceLROnPlateau}, "the training loss is private"),
     "plateau by step": (
@@ -52,7 +52,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "metric": ({"loss": lambda o, t: o.sum(1), "held_out": points(4)}, "give metrics="),
     "no loss": ({"loss": None}, "exactly one of loss and objective"),
-    "physical batch": ({"physical_batch": 0}, "physical batch"),
+    "physical batch": (
+        {"physical_batch": 0},
+        "physical_batch must be a whole number of at least 1",
+    ),
     "count": ({"release_n": True, "n_public": None}, "release_n needs n_public"),
     "learning rate": ({"lr": 1e38}, "at most 1e\\+06"),
     "two learning rates": (

@@ -5,7 +5,6 @@ Data flows one way: `Budget` and `Workload` go into a plan (`plan_predeclared`, 
 epsilon from the file alone.
 """
 
-from dpis.accounting.accountants import Accountant, epsilon_by_pld, epsilon_by_rdp
 from dpis.accounting.adaptive import (
     AdaptivePlan,
     adaptive_step,
@@ -20,10 +19,13 @@ from dpis.accounting.ledger import Entry, Ledger, read_ledger
 from dpis.accounting.ledger_writer import LedgerWriter
 from dpis.accounting.norm_sums import NormSumBounds
 from dpis.accounting.plans import NoPrivacy, OpenEndedPlan, PrivacyPlan, Terms
+from dpis.accounting.pld import epsilon_by_pld
 from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared
+from dpis.accounting.renyi import epsilon_by_rdp
 from dpis.accounting.schedule import exponential_decay, kappa_schedule
 from dpis.accounting.verification import Verdict, verify_ledger
 from dpis.accounting.workload import Cadence, PlannedRun, Release, Workload
+from dpis.options import Accountant
 
 __all__ = [
     "Accountant",

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dpis.accounting.accountants import Accountant
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition, Event, PoissonGaussian
@@ -35,7 +34,7 @@ from dpis.accounting.workload import (
     releases_over_run,
 )
 from dpis.errors import BudgetExceededError, InputError
-from dpis.options import Privacy
+from dpis.options import Accountant, Privacy
 
 _ROUNDING_RESERVE = 1e-12
 
@@ -204,7 +203,7 @@ def plan_adaptive(
         raise InputError(f"reserve_share must lie in [0, 1], found {reserve_share!r}")
     if any(kappa != 1 for kappa in workload.kappa):
         raise InputError(
-            "the adaptive mode releases kappa during the run: leave kappa out, or use the predeclared mode"
+            "the adaptive mode releases kappa during the run: leave kappa out, or use the method dpis"
         )
     NormSumBounds.create(
         n_public=workload.n_public, batch_size=workload.batch_size, clip_norm=1.0, rate_cap=rate_cap
@@ -241,7 +240,7 @@ def _public_plan(
         raise InputError(
             f"no noise meets epsilon = {budget.epsilon:g}, delta = {budget.delta:g} in the adaptive mode: "
             "converting from Renyi divergence, and what is released beside the gradients, already costs that "
-            "much. Ask for a larger epsilon, or use the predeclared mode"
+            "much. Ask for a larger epsilon, or use the method dpis"
         )
 
     def epsilon_at(z: float) -> tuple[float, int]:

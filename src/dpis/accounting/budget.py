@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Self
 
 from dpis.errors import InputError
+from dpis.options import Choice
 
 SMALLEST_EPSILON, LARGEST_EPSILON = 1e-4, 1000.0
 LARGEST_DELTA = 0.1
@@ -50,7 +51,7 @@ class Budget:
         return first, Budget(self.epsilon - first.epsilon, self.delta - first.delta)
 
 
-class Adjacency(StrEnum):
+class Adjacency(Choice):
     """Which two data sets the promise keeps apart."""
 
     ADD_REMOVE = "add-remove"
@@ -60,7 +61,7 @@ class Adjacency(StrEnum):
     """One record is replaced by nothing at the same declared count: the number of records is public."""
 
     @classmethod
-    def parse(cls, name: str) -> Adjacency:
+    def parse(cls, name: str, what: str | None = None) -> Self:
         """The adjacency of that name; replace-one is refused with what to do instead."""
         if name == "replace-one":
             raise InputError(
@@ -68,8 +69,4 @@ class Adjacency(StrEnum):
                 "removing a record. Use add-remove; by group privacy its (epsilon, delta) implies "
                 "(2 epsilon, (1 + exp(epsilon)) delta) for replacing one"
             )
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(a.value for a in cls)
-            raise InputError(f"adjacency must be one of {known}, found {name!r}") from None
+        return super().parse(name, what)

@@ -87,7 +87,7 @@ class Header:
             raise InputError(f"n_public must lie in 1..{MOST_RECORDS:,}, found {self.n_public}")
         if self.n_public_source is CountSource.RELEASED and not adaptive:
             raise InputError(
-                "a plan that rests on a released count of records is not predeclared: use the adaptive mode"
+                "a plan that rests on a released count of records is not predeclared: use the method dpis-adaptive"
             )
         read = self.n_public_source is CountSource.DATASET_LENGTH
         if read and self.adjacency is not Adjacency.ZERO_OUT:

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from dpis.accounting.events import Event
@@ -77,7 +76,7 @@ class LedgerWriter:
         writer._append([header_body(header), *(entry_body(i, e) for i, e in enumerate(first))])
         writer.recorded = len(first)
         try:
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         except OSError as error:
             file.close()
             raise LedgerError(f"cannot write the ledger {path}: {error.strerror}") from None
@@ -153,7 +152,7 @@ class LedgerWriter:
             line, self._chain = encode_line(body, self._chain)
             lines.append(line)
         try:
-            _write_through(self._file, b"".join(lines))
+            write_through(self._file, b"".join(lines))
         except OSError as error:
             with contextlib.suppress(
                 OSError
@@ -171,16 +170,12 @@ class LedgerWriter:
     def __enter__(self) -> LedgerWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _write_through(file: BinaryIO, data: bytes) -> None:
+def write_through(file: BinaryIO, data: bytes | memoryview) -> None:
+    """To the disk itself, not to what the system keeps for later."""
     file.write(data)
     file.flush()
     os.fsync(file.fileno())
@@ -201,7 +196,7 @@ def _lock(file: BinaryIO, path: Path) -> None:
         ) from None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the file's name durable too, where the platform can."""
     if not hasattr(os, "O_DIRECTORY"):  # pragma: no cover - a platform without it
         return

@@ -53,7 +53,7 @@ class NormSumBounds:
         if batch_size > n_public * rate_cap:
             raise InputError(
                 f"batch size {batch_size} over n_public {n_public} is above rate_cap {rate_cap:g}: adaptive "
-                "mode has no room to lower kappa. Use a smaller batch, a larger rate_cap, or the predeclared mode"
+                "mode has no room to lower kappa. Use a smaller batch, a larger rate_cap, or the method dpis"
             )
         return cls(batch_size * clip_norm / rate_cap, n_public * clip_norm)
 

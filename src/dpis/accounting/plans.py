@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dpis.accounting.accountants import epsilon_by_pld, epsilon_by_rdp
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.events import Composition, Event, Gaussian, PoissonGaussian
 from dpis.accounting.filter import Guard, Unguarded
 from dpis.accounting.header import CountSource, Header
 from dpis.accounting.ledger import Entry
+from dpis.accounting.pld import epsilon_by_pld
+from dpis.accounting.renyi import epsilon_by_rdp
 from dpis.accounting.workload import (
     GRADIENT,
     Cadence,
@@ -153,7 +154,7 @@ class PrivacyPlan(ABC):
     def with_count(self, n_public: int) -> PrivacyPlan:
         """The plan made anew from a released number of records, if it `adapts`."""
         raise InputError(
-            "what is fixed beforehand cannot follow a released number of records: use the adaptive mode"
+            "what is fixed beforehand cannot follow a released number of records: use the method dpis-adaptive"
         )
 
     def charge(self, terms: Terms, steps: int) -> list[Entry]:

@@ -6,19 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dpis.accounting.accountants import (
-    WIDEST_FINAL_INTERVAL,
-    Accountant,
-    epsilon_by_pld,
-    epsilon_by_rdp,
-)
 from dpis.accounting.budget import Adjacency, Budget
 from dpis.accounting.calibration import smallest_parameter
 from dpis.accounting.events import Composition
 from dpis.accounting.filter import Guard, PlannedSequence
 from dpis.accounting.header import CountSource, Header, Mode
 from dpis.accounting.plans import BudgetedPlan
-from dpis.accounting.renyi import best_order
+from dpis.accounting.pld import WIDEST_FINAL_INTERVAL, epsilon_by_pld
+from dpis.accounting.renyi import best_order, epsilon_by_rdp
 from dpis.accounting.workload import (
     Release,
     Workload,
@@ -27,6 +22,7 @@ from dpis.accounting.workload import (
     releases_over_run,
 )
 from dpis.errors import InputError
+from dpis.options import Accountant
 
 _ROUGH_ORDERS = (*range(2, 13), 14, 16, 20, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096)
 _DISCRETISATION_SHARE = 2e-4

@@ -11,7 +11,9 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
+import dp_accounting
 import numpy as np
+from dp_accounting import rdp
 from numpy.typing import NDArray
 from scipy.special import gammaln
 
@@ -88,3 +90,23 @@ def best_order(
         for order in orders
     )
     return max(0.0, epsilon), order
+
+
+def epsilon_by_rdp(composition: Composition, delta: float) -> float:
+    """Epsilon at ``delta`` by Renyi divergences, the smallest over orders (not below 0).
+
+    Integer orders first; where the best of them is small, fractional orders around it too. A
+    fractional order that does not converge counts as ``inf``, so it never decides.
+    """
+    if not composition.events:
+        return 0.0
+    epsilon, order = best_order(composition, delta)
+    if order > 16:
+        return epsilon
+    around = [
+        order + tenths / 10 for tenths in range(-8, 9, 2) if tenths and order + tenths / 10 > 1
+    ]
+    accountant = rdp.RdpAccountant(around, dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(composition.to_dp_accounting())
+    fractional = float(accountant.get_epsilon(delta))
+    return min(epsilon, math.inf if math.isnan(fractional) else max(0.0, fractional))

@@ -8,18 +8,6 @@ from collections.abc import Sequence
 from dpis.errors import InputError
 
 
-def constant(value: float, epochs: int) -> tuple[float, ...]:
-    """The same value in every epoch."""
-    return (float(value),) * epochs
-
-
-def linear(first: float, last: float, epochs: int) -> tuple[float, ...]:
-    """From ``first`` in the first epoch to ``last`` in the last, in equal steps."""
-    if epochs == 1:
-        return (float(first),)
-    return tuple(first + (last - first) * e / (epochs - 1) for e in range(epochs))
-
-
 def exponential_decay(rate: float, epochs: int) -> tuple[float, ...]:
     """``exp(-rate·e)`` for epoch ``e = 0, 1, …``: the shape of DP-SGD-Decay."""
     if not (math.isfinite(rate) and rate >= 0):
@@ -53,16 +41,17 @@ def kappa_schedule(kappa: float | str | Sequence[float], epochs: int) -> tuple[f
 
 def _expand(kappa: float | str | Sequence[float], epochs: int) -> tuple[float, ...]:
     if isinstance(kappa, int | float):
-        return constant(kappa, epochs)
+        return (float(kappa),) * epochs
     if not isinstance(kappa, str):
         return tuple(float(value) for value in kappa)
     try:
         if ":" in kappa:
             first, last = (float(part) for part in kappa.split(":"))
-            return linear(first, last, epochs)
+            steps = max(1, epochs - 1)
+            return tuple(first + (last - first) * epoch / steps for epoch in range(epochs))
         values = tuple(float(part) for part in kappa.split(","))
     except ValueError:
         raise InputError(
             f"kappa must be a number, 'first:last' or a comma-separated list, found {kappa!r}"
         ) from None
-    return constant(values[0], epochs) if len(values) == 1 else values
+    return values * epochs if len(values) == 1 else values

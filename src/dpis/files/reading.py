@@ -7,16 +7,15 @@ that did it is a value in the result: `encode_evaluation` and `encode_features` 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from dpis.errors import InputError
 from dpis.files.array_records import RawArrays, open_arrays, read_arrays_again
-from dpis.files.preprocessing import EncodedRecords, FilePreprocessing, TablePreprocessing
+from dpis.files.preprocessing import FilePreprocessing, TablePreprocessing
 from dpis.files.schema import Schema
-from dpis.files.table_records import RawTable, open_table, read_table_again, table_users
+from dpis.files.table_records import RawTable, open_table, read_table_again
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
 ARRAY_SUFFIXES = (".npz", ".pt", ".pth")
@@ -28,8 +27,6 @@ def open_records(
     path: str | Path,
     *,
     schema: Schema | None = None,
-    target: str | None = None,
-    user_column: str | None = None,
     release_scale: bool = False,
     delimiter: str | None = None,
 ) -> RawRecords:
@@ -38,8 +35,6 @@ def open_records(
     Args:
         path: a ``.csv`` table or ``.npz`` / ``.pt`` arrays.
         schema: what is declared about the columns and the target.
-        target: the target column; wins over the schema's.
-        user_column: the column that says whose a row is; wins over the schema's.
         release_scale: undeclared columns are numeric, their bounds to be released.
         delimiter: of a table; otherwise the header tells.
 
@@ -47,31 +42,21 @@ def open_records(
         InputError: a file that cannot be read, a column that nothing was said about, labels without a class.
     """
     path, schema = Path(path), schema or Schema()
-    schema = replace(
-        schema,
-        target=schema.target if target is None else target,
-        user_column=schema.user_column if user_column is None else user_column,
-    )
     if _is_table(path):
         return open_table(path, schema, release_scale, delimiter)
     return open_arrays(path, schema, release_scale, delimiter)
 
 
 def encode_evaluation(
-    path: str | Path,
-    preprocessing: FilePreprocessing,
-    *,
-    user_column: str | None = None,
-    delimiter: str | None = None,
-) -> EncodedRecords:
-    """Records of another file, with targets, prepared exactly as those a model was trained on."""
+    path: str | Path, preprocessing: FilePreprocessing, *, delimiter: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features and targets of another file, prepared exactly as those a model was trained on."""
     path = _like_those_trained_on(path, preprocessing)
     if isinstance(preprocessing, TablePreprocessing):
-        table = read_table_again(path, preprocessing, True, user_column, delimiter)
-        users = None if user_column is None else table_users(table, user_column)
-        return EncodedRecords(*preprocessing.encode(table), preprocessing, users)
-    arrays = read_arrays_again(path, preprocessing, True, user_column)
-    return EncodedRecords(*preprocessing.encode(arrays), preprocessing, arrays.user_ids)
+        return preprocessing.encode(
+            read_table_again(path, preprocessing, delimiter, with_target=True)
+        )
+    return preprocessing.encode(read_arrays_again(path, preprocessing, with_target=True))
 
 
 def encode_features(
@@ -80,9 +65,9 @@ def encode_features(
     """Features of another file, to predict from; targets and further columns are ignored, if there are any."""
     path = _like_those_trained_on(path, preprocessing)
     if isinstance(preprocessing, TablePreprocessing):
-        table = read_table_again(path, preprocessing, False, None, delimiter)
+        table = read_table_again(path, preprocessing, delimiter, with_target=False)
         return preprocessing.encode_features(table)
-    return preprocessing.encode_features(read_arrays_again(path, preprocessing, False, None))
+    return preprocessing.encode_features(read_arrays_again(path, preprocessing, with_target=False))
 
 
 def _like_those_trained_on(path: str | Path, preprocessing: FilePreprocessing) -> Path:

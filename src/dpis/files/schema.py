@@ -64,20 +64,15 @@ def listed(names: Iterable[str], most: int = 20) -> str:
     return (", ".join(" ".join(name.split()) for name in names[:most]) + more) or "none"
 
 
-def checked_bounds(name: str, low: object, high: object) -> tuple[float, float]:
+def checked_bounds(name: str, bounds: object) -> tuple[float, float]:
     """``low < high``, both finite and not so large that their distance overflows."""
-    if (
-        isinstance(low, bool)
-        or isinstance(high, bool)
-        or not isinstance(low, int | float)
-        or not isinstance(high, int | float)
-        or not -LARGEST_BOUND <= low < high <= LARGEST_BOUND
-        or not float(high) / 2 - float(low) / 2 > 0
-    ):
+    pair = tuple(bounds) if isinstance(bounds, list | tuple) else ()
+    numbers = [type(end) in (int, float) and abs(end) <= LARGEST_BOUND for end in pair]
+    if numbers != [True, True] or not float(pair[1]) / 2 - float(pair[0]) / 2 > 0:
         raise InputError(
-            f"bounds of {name!r} must be two finite numbers, the lower one first, found {shown(low)} and {shown(high)}"
+            f"bounds of {name!r} must be two finite numbers, the lower one first, found {shown(bounds)}"
         )
-    return float(low), float(high)
+    return float(pair[0]), float(pair[1])
 
 
 def checked_names(what: str, names: object, least: int = 1) -> Names:
@@ -132,7 +127,7 @@ class Schema:
         for name in (self.target, self.user_column, *self.drop):
             if name is not None and (not isinstance(name, str) or not name):
                 raise InputError(f"the name of a column must be text, found {shown(name)}")
-        bounds = {name: checked_bounds(name, *pair) for name, pair in self.bounds.items()}
+        bounds = {name: checked_bounds(name, pair) for name, pair in self.bounds.items()}
         categories = {
             name: checked_names(f"categories of {name!r}", names)
             for name, names in self.categories.items()
@@ -241,7 +236,7 @@ def _bounds_flag(text: str) -> tuple[str, tuple[float, float]]:
         bounds = (math.nan, math.nan)
     if not name or math.isnan(bounds[0]) or math.isnan(bounds[1]):
         raise InputError(f"--bounds must look like age=0:120, found {shown(text)}")
-    return name, checked_bounds(name, *bounds)
+    return name, checked_bounds(name, bounds)
 
 
 def _categories_flag(text: str) -> tuple[str, Names]:

@@ -23,11 +23,11 @@ from dpis.files.preprocessing import (
 from dpis.files.scaling import bucket_counts
 from dpis.files.schema import FROM_DATA, Schema, listed, shown
 from dpis.files.targets import (
+    Bounds,
     ClassTarget,
     NumberTarget,
     Origin,
     Target,
-    Task,
     check_few,
     class_target,
     classes_of_target,
@@ -41,7 +41,7 @@ class RawTable:
     """A table that was read, before any private release."""
 
     table: CsvTable
-    columns: tuple[NumericColumn | CategoricalColumn | str, ...]
+    columns: tuple[Column | str, ...]
     """In the order of the file; a bare name is a column whose bounds must be released."""
 
     target: Target
@@ -52,11 +52,6 @@ class RawTable:
 
     def __len__(self) -> int:
         return len(self.table)
-
-    @property
-    def task(self) -> Task:
-        """Classification or regression."""
-        return self.target.task
 
     @property
     def image_shape(self) -> None:
@@ -78,8 +73,8 @@ class RawTable:
             [self.table.numbers[n][chosen] for n in self.columns_to_release], users
         )
 
-    def encode(self, bounds: Sequence[tuple[float, float]] = ()) -> EncodedRecords:
-        """Tensors; ``bounds`` are the released ones, in the order of `columns_to_release`."""
+    def preprocessing(self, bounds: Sequence[Bounds] = ()) -> TablePreprocessing:
+        """What makes tensors; ``bounds`` are the released ones, in the order of `columns_to_release`."""
         names = self.columns_to_release
         if len(bounds) != len(names):
             raise InputError(
@@ -87,12 +82,16 @@ class RawTable:
             )
         released = dict(zip(names, bounds, strict=True))
         columns: list[Column] = [
-            NumericColumn(column, *released[column], Origin.RELEASED)
+            NumericColumn(column, released[column], Origin.RELEASED)
             if isinstance(column, str)
             else column
             for column in self.columns
         ]
-        preprocessing = TablePreprocessing(tuple(columns), self.target)
+        return TablePreprocessing(tuple(columns), self.target)
+
+    def encode(self, bounds: Sequence[Bounds] = ()) -> EncodedRecords:
+        """Tensors."""
+        preprocessing = self.preprocessing(bounds)
         features = preprocessing.encode_features(self.table)
         return EncodedRecords(features, self.targets, preprocessing, self.user_ids)
 
@@ -109,7 +108,8 @@ class RawTable:
                 values = self.table.numbers[name]
                 odd, what = np.isnan(values), "empty or not a number"
                 if isinstance(column, NumericColumn) and 2 * odd.sum() < len(odd):
-                    odd, what = (values < column.low) | (values > column.high), "outside its bounds"
+                    low, high = column.bounds
+                    odd, what = (values < low) | (values > high), "outside its bounds"
             if 2 * odd.sum() >= len(odd):
                 notes.append(f"column {name!r}: {odd.sum():,} of {len(odd):,} values are {what}")
         return tuple(notes)
@@ -143,7 +143,7 @@ def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str |
     table = read_table(path, header, numbers=numbers, texts=texts)
     learnt: Target
     if classes is None:
-        learnt = NumberTarget(target, *schema.bounds[target])
+        learnt = NumberTarget(target, schema.bounds[target])
     else:
         learnt = class_target(target, classes, list(table.texts[target].values))
     return RawTable(
@@ -151,7 +151,7 @@ def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str |
         columns=tuple(_column(table, schema, name) for name in feature_names),
         target=learnt,
         targets=encode_table_targets(learnt, table),
-        user_ids=None if schema.user_column is None else table_users(table, schema.user_column),
+        user_ids=None if schema.user_column is None else _users(table, schema.user_column),
     )
 
 
@@ -186,9 +186,9 @@ def _check_declared(path: Path, header: CsvHeader, schema: Schema) -> None:
         )
 
 
-def _column(table: CsvTable, schema: Schema, name: str) -> NumericColumn | CategoricalColumn | str:
+def _column(table: CsvTable, schema: Schema, name: str) -> Column | str:
     if name in schema.bounds:
-        return NumericColumn(name, *schema.bounds[name])
+        return NumericColumn(name, schema.bounds[name])
     if name not in schema.categories:
         return name
     categories = schema.categories[name]
@@ -199,7 +199,7 @@ def _column(table: CsvTable, schema: Schema, name: str) -> NumericColumn | Categ
     return CategoricalColumn(name, tuple(categories))
 
 
-def table_users(table: CsvTable, column: str) -> NDArray[np.int64]:
+def _users(table: CsvTable, column: str) -> NDArray[np.int64]:
     """Whose every row is, users numbered from 0 in order of first appearance."""
     users = table.texts[column]
     nameless = [code for code, value in enumerate(users.values) if names_no_user(value)]
@@ -220,9 +220,9 @@ def table_users(table: CsvTable, column: str) -> NDArray[np.int64]:
 def read_table_again(
     path: Path,
     preprocessing: TablePreprocessing,
-    with_target: bool,
-    user_column: str | None,
     delimiter: str | None,
+    *,
+    with_target: bool,
 ) -> CsvTable:
     """The columns that a preprocessing needs, of another file."""
     header = read_header(path, delimiter)
@@ -230,8 +230,6 @@ def read_table_again(
     target = preprocessing.target
     if with_target:
         (texts if isinstance(target, ClassTarget) else numbers).append(target.name)
-    if user_column is not None:
-        texts.append(user_column)
     lacking = [name for name in numbers + texts if name not in header.names]
     if lacking:
         raise InputError(

@@ -5,11 +5,12 @@ Both are values that travel with the model: labels become tensors by them, and o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +49,28 @@ class Origin(StrEnum):
     """Read from the data, after the user confirmed that it is public."""
 
 
+class Stored:
+    """A value that travels with the model: a JSON object with its fields."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON object."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return plain
+
+
+S = TypeVar("S", bound=Stored)
+
+
+def part_from_json(what: str, kinds: Sequence[type[S]], data: object) -> S:
+    """The inverse of `Stored.to_json`: one of these kinds, which are told apart by the names of their fields."""
+    for kind in kinds:
+        names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+        if isinstance(data, Mapping) and data.keys() == names and isinstance(data["name"], str):
+            lists = {name: tuple(v) for name, v in data.items() if isinstance(v, list)}
+            return kind(**{**data, **lists})
+    raise InputError(f"not the preprocessing of a {what}: {shown(data)}")
+
+
 def distinct_names(values: list[str]) -> tuple[str, ...]:
     """The names among the values of a column, without missing words, in an order that no record decides."""
     names = {value for value in values if not is_missing(value)}
@@ -57,15 +80,19 @@ def distinct_names(values: list[str]) -> tuple[str, ...]:
         return tuple(sorted(names))
 
 
-def unit_scaled(values: NDArray[np.float64], low: float, high: float) -> NDArray[np.float64]:
+Bounds = tuple[float, float]
+
+
+def unit_scaled(values: NDArray[np.float64], bounds: Bounds) -> NDArray[np.float64]:
     """``[low, high] -> [-1, 1]``, values outside clipped; NaN stays NaN."""
+    low, high = bounds
     middle, half = low / 2 + high / 2, high / 2 - low / 2
     clipped = np.clip(values, low, high)
     return np.clip((clipped - middle) / half, -1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class ClassTarget:
+class ClassTarget(Stored):
     """One of ``classes``; a label is the place of its class."""
 
     name: str
@@ -74,6 +101,7 @@ class ClassTarget:
 
     def __post_init__(self) -> None:
         checked_names(f"classes of {self.name!r}", self.classes, least=2)
+        object.__setattr__(self, "origin", origin_of(self.origin))
 
     @property
     def task(self) -> Task:
@@ -111,10 +139,6 @@ class ClassTarget:
             )
         return [self.classes[place] for place in outputs.argmax(dim=1).tolist()]
 
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {"name": self.name, "classes": list(self.classes), "origin": str(self.origin)}
-
     def _known(
         self,
         labels: NDArray[np.int64],
@@ -133,15 +157,14 @@ class ClassTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class NumberTarget:
+class NumberTarget(Stored):
     """A number between declared bounds, which a model sees as ``[-1, 1]``. Values outside are clipped."""
 
     name: str
-    low: float
-    high: float
+    bounds: Bounds
 
     def __post_init__(self) -> None:
-        checked_bounds(self.name, self.low, self.high)
+        object.__setattr__(self, "bounds", checked_bounds(self.name, self.bounds))
 
     @property
     def task(self) -> Task:
@@ -156,7 +179,7 @@ class NumberTarget:
                 f"{_records(len(missing))} no number as target {self.name!r}: the first is in "
                 f"{where(int(missing[0]))}; remove them or fill them in before"
             )
-        return torch.from_numpy(unit_scaled(values, self.low, self.high).astype(np.float32))
+        return torch.from_numpy(unit_scaled(values, self.bounds).astype(np.float32))
 
     def decode(self, outputs: torch.Tensor) -> list[float]:
         """Outputs in the units of the data, clipped to the bounds (where every true value counts as lying)."""
@@ -167,13 +190,10 @@ class NumberTarget:
             raise InputError(
                 f"outputs must be one number a record, found shape {tuple(outputs.shape)}"
             )
-        middle, half = self.low / 2 + self.high / 2, self.high / 2 - self.low / 2
-        numbers: list[float] = (middle + half * values).clamp(self.low, self.high).tolist()
+        low, high = self.bounds
+        middle, half = low / 2 + high / 2, high / 2 - low / 2
+        numbers: list[float] = (middle + half * values).clamp(low, high).tolist()
         return numbers
-
-    def to_json(self) -> dict[str, object]:
-        """As a JSON object."""
-        return {"name": self.name, "bounds": [self.low, self.high]}
 
 
 Target = ClassTarget | NumberTarget
@@ -217,17 +237,6 @@ def check_few(name: str, what: str, found: Sequence[str]) -> None:
             f"column {name!r} has {len(found):,} distinct values, and at most {MOST_FROM_DATA:,} can be read as "
             f"{what}: declare those that matter, or drop the column"
         )
-
-
-def target_from_json(data: object) -> Target:
-    """The inverse of ``to_json``."""
-    if isinstance(data, Mapping) and isinstance(data.get("name"), str):
-        name, fields = data["name"], set(data) - {"name"}
-        if fields == {"classes", "origin"} and isinstance(data["classes"], list):
-            return ClassTarget(name, tuple(map(str, data["classes"])), origin_of(data["origin"]))
-        if fields == {"bounds"} and isinstance(data["bounds"], list) and len(data["bounds"]) == 2:
-            return NumberTarget(name, *checked_bounds(name, *data["bounds"]))
-    raise InputError(f"not the preprocessing of a target: {shown(data)}")
 
 
 def origin_of(value: object) -> Origin:

@@ -205,7 +205,7 @@ def model_kind(name: str) -> ModelKind:
         return KINDS[name]
     if ":" not in name:
         raise InputError(
-            f"model must be one of {', '.join(KINDS)}, or package.module:factory, found {name!r}"
+            f"--model must be one of {', '.join(KINDS)}, or package.module:factory, found {name!r}"
         )
     return ModelKind(name, _factory(name))
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpis.accounting.ledger_writer import sync_folder, write_through
 from dpis.errors import InputError
 
 SECRET, PUBLIC = 0o600, 0o666  # the process's umask takes away from both
@@ -43,9 +44,7 @@ class Replacement:
                 self._new.unlink(missing_ok=True)  # of a process that was killed
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 with open(os.open(self._new, flags, mode), "wb") as file:
-                    file.write(contents)
-                    file.flush()
-                    os.fsync(file.fileno())
+                    write_through(file, contents)
             except BaseException:
                 self._remove()
                 raise
@@ -54,7 +53,7 @@ class Replacement:
         """Replace the old file, at once."""
         with self._plainly_refused():
             os.replace(self._new, self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -80,15 +79,6 @@ class Replacement:
 def _unfinished(path: Path) -> Path:
     """One name for all attempts, so that a killed process leaves at most one; it may hold a secret."""
     return path.with_name(f".{path.name}.unfinished")
-
-
-def _sync_folder(folder: Path) -> None:
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class FolderLock:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -42,17 +41,14 @@ class Standing:
     metrics: Mapping[str, float]
 
 
-class Reporter(Protocol):
-    """Is told how a run goes."""
+class Reporter:
+    """Is told how a run goes. This one says nothing: override what you want to hear of."""
 
-    def __enter__(self) -> Reporter: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
     def step_done(self, standing: Standing) -> None:
         """After every step."""
@@ -64,26 +60,11 @@ class Reporter(Protocol):
         """One line for the operator."""
 
 
-class Silent:
-    """Says nothing."""
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def step_done(self, standing: Standing) -> None:
-        """Nothing."""
-
-    def epoch_done(self, standing: Standing) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
+class Silent(Reporter):
+    """Says nothing, and never will."""
 
 
-class ProgressBar:
+class ProgressBar(Reporter):
     """One line that moves, on a terminal; elsewhere one line an epoch."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -99,7 +80,7 @@ class ProgressBar:
         )
         self._task = self._bar.add_task("", total=None, epoch="", figures="")
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

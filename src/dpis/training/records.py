@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -109,11 +108,6 @@ class Records:
                 "a map-style data set with a length is required: records are drawn by index, each by its own coin. "
                 "A stream cannot be sampled so, and no amplification could be claimed. Read it into a list first"
             )
-        for name in ("augmentations", "views", "max_rows_per_user"):
-            number = getattr(self, name)
-            if not isinstance(number, Integral) or number < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, found {number!r}")
-            setattr(self, name, int(number))  # torch takes no integers of others
         if self.augmentations > 1 and self.augment is None:
             raise InputError("augmentations without augment= would be copies of one row: give both")
         rows = len(self.dataset)

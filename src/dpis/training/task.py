@@ -71,8 +71,6 @@ class Task:
         self.model = checked_model(self.model)
         if (self.loss is None) == (self.objective is None):
             raise InputError("exactly one of loss and objective is required")
-        if self.physical_batch is not None and self.physical_batch < 1:
-            raise InputError(f"physical batch must be at least 1, found {self.physical_batch}")
         self._check_optimizer()
         self._check_scheduler()
         if self.records.user_ids is None:
@@ -105,10 +103,6 @@ class Task:
             )
 
     def _check_scheduler(self) -> None:
-        if self.scheduler_interval not in ("epoch", "step"):
-            raise InputError(
-                f"scheduler_interval is epoch or step, found {self.scheduler_interval!r}"
-            )
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             return
         if self._nothing_held_out or not self._metrics:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -40,6 +40,15 @@ def flag(
         default=inspect.Parameter.empty if required else absent,
         annotation=Annotated[kind if required or kind is bool else kind | None, decorated],
     )
+
+
+def typed(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters that a command was given, those that were typed."""
+    return {
+        name: word
+        for name, word in words.items()
+        if word is not None and word is not False and word != []
+    }
 
 
 @functools.cache

@@ -7,29 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from dpis.app.commands.flags import flag, with_flags
-from dpis.app.jobs.job_options import PlanOptions
+from dpis.app.commands.flags import flag, typed, with_flags
+from dpis.app.jobs.job_options import JobOptions, shell_knobs
+from dpis.options import Privacy, knobs
 
-SAID = ("epsilon", "n_public", "batch_size", "epochs")
-"""What a plan cannot do without."""
-OFFERED = (*SAID, "delta", "kappa", "equivalent_batch", "accountant", "reserve_share", "decay_rate")
-
-
-HELP = {
-    "accountant": "Predeclared: pld (default) or rdp. Adaptive: rdp.",
-    "decay_rate": "Predeclared: noise falls as exp(-rate * epoch), typically 0.001 to 0.01.",
-}
+OFFERED = ("batch_size", "epochs", *(name for name in shell_knobs() if name in knobs(Privacy)))
+"""The options of `dpis train` that decide about noise. A plan sees no data, so it must be told how much there is."""
 
 
-@with_flags(flag(PlanOptions, name, required=name in SAID, help=HELP.get(name)) for name in OFFERED)
+@with_flags(flag(JobOptions, name, required=name == "n_public") for name in OFFERED)
 def plan(
     *,
-    mode: Annotated[
-        str,
-        typer.Option(
-            metavar="predeclared|adaptive", help="What the claim rests on.", show_default=True
-        ),
-    ] = "predeclared",
     adjacency: Annotated[
         str,
         typer.Option(
@@ -48,15 +36,15 @@ def plan(
     ] = False,
     **options: Any,
 ) -> None:
-    """How much noise does this budget ask for?"""
+    """How much noise would `dpis train` add with these options?"""
     from dpis.app.commands.plan_tables import (  # accounting: only when it is needed
         made_plan,
         plan_as_json,
         print_plan,
     )
 
-    asked = PlanOptions(**{name: value for name, value in options.items() if value is not None})
-    made = made_plan(asked, mode=mode, adjacency=adjacency, releases=release or [])
+    asked = JobOptions(**typed(options))
+    made = made_plan(asked, adjacency, release or [])
     if asked.delta * made.workload.n_public >= 1:
         typer.echo(
             "dpis: warning: delta is not below 1 / n_public: the promise then allows to publish a record now and then. "

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dpis.app.commands.flags import flag, with_flags
+from dpis.app.commands.flags import flag, typed, with_flags
 from dpis.app.jobs.job_options import JobOptions, shell_knobs
 from dpis.errors import InputError
 from dpis.options import default_in_words
@@ -66,11 +66,7 @@ def train(
 ) -> None:
     """Train a private model: without arguments, DPIS on a sample of Fashion-MNIST."""
     keep_checkpoint = options.pop("keep_checkpoint")
-    asked = {
-        name: value
-        for name, value in {"dataset": dataset, **options}.items()
-        if value is not None and value is not False and value not in ((), [])
-    }
+    asked = typed({"dataset": dataset, **options})
     if resume is not None and asked:
         flags = ", ".join(sorted(JobOptions.called(name) for name in asked))
         raise InputError(f"--resume goes on with what the run was started with: leave out {flags}")

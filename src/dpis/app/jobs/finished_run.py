@@ -87,8 +87,7 @@ def _evaluation_data(
     if data is not None and is_file(data):
         if isinstance(run.pipeline.preprocessing, TextPreprocessing):
             raise InputError("a model of texts is measured on a data set by name, such as imdb")
-        made = encode_evaluation(data, run.pipeline.preprocessing, delimiter=delimiter)
-        return made.features, made.targets
+        return encode_evaluation(data, run.pipeline.preprocessing, delimiter=delimiter)
     name = run.summary["recipe"].get("data") if data is None else data
     if not isinstance(name, str) or " " in name:
         raise InputError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from dpis.errors import InputError
 from dpis.options import Knob, Method, Privacy, Training, knob, knobs
 
 SAMPLE = "fmnist-sample"
+OF_FILES = "Your own file"
+"""The heading of options that a data set by name does not need."""
 
 _model = functools.partial(knob, group="Model")
-_file = functools.partial(knob, group="Your own file")
+_file = functools.partial(knob, group=OF_FILES)
 _measuring = functools.partial(knob, group="Measuring")
 _run = functools.partial(knob, group="Run")
 
@@ -83,7 +85,9 @@ class JobOptions(Privacy, Training):
         below=1,
     )
 
-    seed: int | None = _run(None, "Repeatable, for research: the model is then not for release.")
+    seed: int | None = _run(
+        None, "Repeatable, for research: the model is then not for release.", at_least=0
+    )
     out: str | None = _run(None, "Folder of the run, new or empty.", shown="runs/1, runs/2, ...")
 
     def __post_init__(self) -> None:
@@ -104,8 +108,8 @@ class JobOptions(Privacy, Training):
     @property
     def privacy(self) -> Privacy:
         """What was asked for of the guarantee, with the method that the name stands for."""
-        chosen = {one.name: getattr(self, one.name) for one in fields(Privacy)}
-        return Privacy(**{**chosen, "method": system(self.method).method})
+        said = {name: getattr(self, name) for name in self.said & knobs(Privacy).keys()}
+        return Privacy(**{**said, "method": system(self.method).method})
 
     def as_json(self) -> dict[str, Any]:
         """For the secret checkpoint; paths are made absolute, so that a resumed job finds its data anywhere."""
@@ -123,11 +127,6 @@ class JobOptions(Privacy, Training):
         if unknown:
             raise InputError(f"`dpis train` has no option {', '.join(unknown)} in this version")
         return cls(**values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(Privacy, Training):
-    """Those of `dpis plan` are among these; `n_public` and `batch_size` must be said."""
 
 
 def shell_knobs() -> dict[str, Knob]:

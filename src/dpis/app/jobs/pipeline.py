@@ -167,7 +167,7 @@ def _decode_source(preprocessing: Preprocessing) -> str:
     target = preprocessing.target
     if isinstance(target, ClassTarget):
         return _DECODE_CLASSES.format(classes=json.dumps(list(target.classes)))
-    low, high = target.low, target.high
+    low, high = target.bounds
     middle, half = low / 2 + high / 2, high / 2 - low / 2
     return _DECODE_NUMBERS.format(low=low, high=high, middle=middle, half=half)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor
 
 from dpis.accounting import Release
-from dpis.app.jobs.job_options import SAMPLE, JobOptions, is_file
+from dpis.app.jobs.job_options import OF_FILES, SAMPLE, JobOptions, is_file, shell_knobs
 from dpis.app.jobs.pipeline import Content
 from dpis.datasets.named import ImageDataset, TextDataset, load
 from dpis.datasets.sample import load_sample
 from dpis.errors import InputError
 from dpis.files.preprocessing import (
     ArrayPreprocessing,
-    EncodedRecords,
     Preprocessing,
     TextPreprocessing,
 )
@@ -32,8 +30,6 @@ from dpis.files.targets import ClassTarget
 from dpis.mechanism import Mechanism
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
-
-NamedDataset = ImageDataset | TextDataset
 
 SCALE = "scale"
 """The ledger's label of released column bounds."""
@@ -52,7 +48,6 @@ class Encoded:
         held_out_targets: as ``targets``.
         preprocessing: what made them.
         user_ids: one a row of ``features``; None: every row is a record.
-        public_by_confirmation: what the user said is public although it was read from the data.
     """
 
     features: Content
@@ -61,119 +56,103 @@ class Encoded:
     held_out_targets: Tensor
     preprocessing: Preprocessing
     user_ids: npt.NDArray[np.int64] | None = None
-    public_by_confirmation: tuple[str, ...] = ()
 
 
-class RecordSource(ABC):
-    """Records that were read and held against what was declared."""
+@dataclass(frozen=True, kw_only=True)
+class RecordSource:
+    """Records that were read and held against what was declared.
+
+    Attributes:
+        name: for people: what the data is.
+        held_out: for people: what the model is measured on.
+        population: how many records (users) there are to train on. Private.
+        encode: makes tensors. Without a mechanism a rehearsal: with made-up bounds, to find errors before anything is
+            spent.
+        preprocessing: what makes them, in a rehearsal.
+        image_shape: of one image; None for tables and texts.
+        user_level: whether a record is a user with all of their rows.
+        releases: what must be released, and paid for, before the records can be encoded.
+        notes: private signs that a declaration does not fit: for the operator's terminal only.
+    """
 
     name: str
-    """For people: what the data is."""
-
-    releases: tuple[Release, ...] = ()
-    """What must be released, and paid for, before the records can be encoded."""
-
     held_out: str
-    """For people: what the model is measured on."""
-
-    @property
-    @abstractmethod
-    def population(self) -> int:
-        """How many records (users) there are to train on. Private."""
-
-    @property
-    def user_level(self) -> bool:
-        """Whether a record is a user with all of their rows."""
-        return False
-
-    @property
-    @abstractmethod
-    def image_shape(self) -> tuple[int, ...] | None:
-        """The shape of one image; None for tables."""
+    population: int
+    encode: Callable[[Mechanism | None], Encoded]
+    preprocessing: Preprocessing
+    image_shape: tuple[int, ...] | None
+    user_level: bool = False
+    releases: tuple[Release, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def of_texts(self) -> bool:
         """Whether records are texts."""
-        return False
+        return isinstance(self.preprocessing, TextPreprocessing)
 
     @property
     def pixels_of_bytes(self) -> bool:
         """Whether records are images of whole numbers from 0 to 255."""
-        return False
-
-    @abstractmethod
-    def encode(self, mechanism: Mechanism | None) -> Encoded:
-        """Tensors. Without a mechanism a rehearsal: with made-up bounds, to find errors before anything is spent."""
-
-    @property
-    def public_by_confirmation(self) -> tuple[str, ...]:
-        """What the user said is public although it was read from the data."""
-        return ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Private signs that a declaration does not fit: for the operator's terminal only."""
-        return ()
+        made = self.preprocessing
+        return isinstance(made, ArrayPreprocessing) and made.divide_by_255
 
 
-class NamedSource(RecordSource):
-    """A public data set by name. Measured on its test set, or on training records held out by coins."""
+def open_source(options: JobOptions, key: Key) -> RecordSource:
+    """The records that the options name."""
+    if is_file(options.dataset):
+        return _file_source(options, key)
+    for name, one in shell_knobs().items():
+        if name in options.said and (one.group == OF_FILES or name == "eval_data"):
+            raise InputError(
+                f"{options.called(name)} is for a file of your own; {options.dataset} is a data set by name and needs "
+                "none"
+            )
+    data = load_sample() if options.dataset == SAMPLE else load(options.dataset)
+    return _named_source(data, options.eval_share, key)
 
-    def __init__(self, data: NamedDataset, share: float | None, key: Key) -> None:
-        self._data = data
-        self.name = data.name
-        labels = data.train_labels
-        self._train, self._held_out = np.arange(len(labels)), None
-        self.held_out = f"the {len(data.test_labels):,} test records of {data.name}"
-        if share is not None:
-            coins = key.stream("split", 0).uniforms(len(labels))
-            self._train, self._held_out = split_by_coins(len(labels), share, coins)
-            self.held_out = f"about {share:.0%} of the training records of {data.name}"
 
-    @property
-    def population(self) -> int:
-        """The records it trains on."""
-        return len(self._train)
+# ── a public data set by name ────────────────────────────────────────────────────────────────────────
 
-    @property
-    def image_shape(self) -> tuple[int, ...] | None:
-        """Height and width, with channels before them if there are any."""
-        data = self._data
-        return None if isinstance(data, TextDataset) else tuple(data.train_images.shape[1:])
 
-    @property
-    def of_texts(self) -> bool:
-        """By the data set."""
-        return isinstance(self._data, TextDataset)
+def _named_source(data: ImageDataset | TextDataset, share: float | None, key: Key) -> RecordSource:
+    """Measured on its test set, or on a share of the training records, held out by coins."""
+    target, labels = ClassTarget("label", data.classes), data.train_labels
+    train: Content
+    measured: Content
+    preprocessing: Preprocessing
+    if isinstance(data, TextDataset):
+        shape, preprocessing = None, TextPreprocessing(target)
+        train, measured = data.train_texts, data.test_texts
+    else:
+        shape = tuple(data.train_images.shape[1:])
+        preprocessing = ArrayPreprocessing(shape, divide_by_255=True, target=target)
+        train, measured = data.train_images, data.test_images
+    rows, measured_labels = np.arange(len(labels)), data.test_labels
+    held_out = f"the {len(measured_labels):,} test records of {data.name}"
+    if share is not None:
+        coins = key.stream("split", 0).uniforms(len(labels))
+        rows, others = split_by_coins(len(labels), share, coins)
+        measured, measured_labels = _rows(train, others), labels[torch.from_numpy(others)]
+        held_out = f"about {share:.0%} of the training records of {data.name}"
 
-    @property
-    def pixels_of_bytes(self) -> bool:
-        """All images by name are."""
-        return not self.of_texts
-
-    def encode(self, mechanism: Mechanism | None) -> Encoded:
+    def encode(_: Mechanism | None) -> Encoded:
         """Pixels from 0 to 1, or texts."""
-        data = self._data
-        target = ClassTarget("label", data.classes)
-        if isinstance(data, TextDataset):
-            preprocessing: Preprocessing = TextPreprocessing(target)
-            train: Content = data.train_texts
-            test: Content = data.test_texts
-        else:
-            shape = tuple(data.train_images.shape[1:])
-            preprocessing = ArrayPreprocessing(shape, divide_by_255=True, target=target)
-            train, test = data.train_images, data.test_images
-        measured, measured_targets = test, data.test_labels
-        if self._held_out is not None:
-            measured = _rows(train, self._held_out)
-            measured_targets = data.train_labels[torch.from_numpy(self._held_out)]
         return Encoded(
-            features=_unit_pixels(_rows(train, self._train)),
-            targets=data.train_labels[torch.from_numpy(self._train)],
+            features=_unit_pixels(_rows(train, rows)),
+            targets=labels[torch.from_numpy(rows)],
             held_out_features=_unit_pixels(measured),
-            held_out_targets=measured_targets,
+            held_out_targets=measured_labels,
             preprocessing=preprocessing,
         )
+
+    return RecordSource(
+        name=data.name,
+        held_out=held_out,
+        population=len(rows),
+        encode=encode,
+        preprocessing=preprocessing,
+        image_shape=shape,
+    )
 
 
 def _rows(records: Content, rows: npt.NDArray[np.int64]) -> Content:
@@ -186,141 +165,79 @@ def _unit_pixels(records: Content) -> Content:
     return records.float() / 255 if isinstance(records, Tensor) else records
 
 
-class FileSource(RecordSource):
-    """A file of the user's own; held-out records come from another file, or are chosen by coins."""
+# ── a file of the user's own ─────────────────────────────────────────────────────────────────────────
 
-    name = "your file"
 
-    def __init__(self, options: JobOptions, key: Key) -> None:
-        self._options = options
-        self._eval_share = 0.1 if options.eval_share is None else options.eval_share
-        self._raw: RawRecords = open_records(
-            options.dataset,
-            schema=_schema(options),
-            release_scale=options.release_scale,
-            delimiter=options.delimiter,
+def _file_source(options: JobOptions, key: Key) -> RecordSource:
+    """Held-out records come from another file, or are chosen by coins."""
+    raw = open_records(
+        options.dataset,
+        schema=_schema(options),
+        release_scale=options.release_scale,
+        delimiter=options.delimiter,
+    )
+    other_file = options.eval_data
+    if other_file is not None and _same_file(options.dataset, other_file):
+        raise InputError(
+            "--eval-data is the training file: its accuracy would be a private value, published without noise. "
+            "Name another file, or leave it out to hold records out by coins"
         )
-        if options.eval_data is not None and _same_file(options.dataset, options.eval_data):
-            raise InputError(
-                "--eval-data is the training file: its accuracy would be a private value, published without noise. "
-                "Name another file, or leave it out to hold records out by coins"
-            )
-        self._train, self._held_out = self._split(key)
-        if not len(self._train):
-            raise InputError(f"{options.dataset} leaves no record to train on")
-        columns = len(self._raw.columns_to_release)
-        if columns:
-            self.releases = (Release(SCALE, SCALE_NOISE_MULTIPLIER),)
-        self.held_out = (
-            f"about {self._eval_share:.0%} of your records, held out by coins"
-            if options.eval_data is None
-            else "your evaluation file"
-        )
-
-    def _split(self, key: Key) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        rows, users = len(self._raw), self._raw.user_ids
-        if self._options.eval_data is not None:
-            return np.arange(rows), np.arange(0)
-        units = rows if users is None else (int(users.max()) + 1 if rows else 0)
+    users, rows = raw.user_ids, np.arange(len(raw))
+    others, held_out = np.arange(0), "your evaluation file"
+    if other_file is None:
+        share = 0.1 if options.eval_share is None else options.eval_share
+        units = len(raw) if users is None else (int(users.max()) + 1 if len(raw) else 0)
         coins = key.stream("split", 0).uniforms(units)
-        return split_by_coins(rows, self._eval_share, coins, users)
+        rows, others = split_by_coins(len(raw), share, coins, users)
+        held_out = f"about {share:.0%} of your records, held out by coins"
+    if not len(rows):
+        raise InputError(f"{options.dataset} leaves no record to train on")
 
-    @property
-    def population(self) -> int:
-        """Rows, or distinct users, that are trained on."""
-        users = self._raw.user_ids
-        return len(self._train) if users is None else len(np.unique(users[self._train]))
-
-    @property
-    def user_level(self) -> bool:
-        """By the user column that was named."""
-        return self._raw.user_ids is not None
-
-    @property
-    def image_shape(self) -> tuple[int, ...] | None:
-        """The shape of a record of arrays, if it can be an image."""
-        return self._raw.image_shape
-
-    @property
-    def pixels_of_bytes(self) -> bool:
-        """As the array's type says."""
-        preprocessing = self._rehearsed.preprocessing
-        return isinstance(preprocessing, ArrayPreprocessing) and preprocessing.divide_by_255
-
-    @property
-    def public_by_confirmation(self) -> tuple[str, ...]:
-        """Categories and classes read by `from-data`."""
-        return self._rehearsed.public_by_confirmation
-
-    @functools.cached_property
-    def _rehearsed(self) -> EncodedRecords:
-        """Encoded with made-up bounds."""
-        return self._raw.encode([(-1.0, 1.0)] * len(self._raw.columns_to_release))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Signs that a declaration does not fit the data."""
-        return self._raw.private_notes
-
-    def encode(self, mechanism: Mechanism | None) -> Encoded:
-        """Tensors, with bounds released where none were declared."""
-        made = self._raw.encode(self._bounds(mechanism))
-        train, held_out = torch.from_numpy(self._train), torch.from_numpy(self._held_out)
-        if self._options.eval_data is not None:
-            other = encode_evaluation(
-                self._options.eval_data, made.preprocessing, delimiter=self._options.delimiter
+    def encode(mechanism: Mechanism | None) -> Encoded:
+        """With bounds released where none were declared."""
+        made = raw.encode(_bounds(raw, rows, mechanism))
+        train, rest = torch.from_numpy(rows), torch.from_numpy(others)
+        evaluated = made.features[rest], made.targets[rest]
+        if other_file is not None:
+            evaluated = encode_evaluation(
+                other_file, made.preprocessing, delimiter=options.delimiter
             )
-            evaluated = other.features, other.targets
-        else:
-            evaluated = made.features[held_out], made.targets[held_out]
         return Encoded(
-            features=made.features[train],
-            targets=made.targets[train],
-            held_out_features=evaluated[0],
-            held_out_targets=evaluated[1],
+            made.features[train],
+            made.targets[train],
+            *evaluated,
             preprocessing=made.preprocessing,
-            user_ids=None if made.user_ids is None else made.user_ids[self._train],
-            public_by_confirmation=made.public_by_confirmation,
+            user_ids=None if users is None else users[rows],
         )
 
-    def _bounds(self, mechanism: Mechanism | None) -> list[tuple[float, float]]:
-        columns = len(self._raw.columns_to_release)
-        if mechanism is None or not columns:
-            return [(-1.0, 1.0)] * columns
-        reach = sensitivity(columns)
-        if mechanism.plan.claim is None:  # sgd promises nothing, so it needs no noise
-            return bounds_from_counts(self._raw.bucket_counts(self._train), 0.0)
-        noisy = mechanism.release(SCALE, self._raw.bucket_counts(self._train), reach)
-        return bounds_from_counts(noisy, APPLIED_NOISE * SCALE_NOISE_MULTIPLIER * reach)
+    return RecordSource(
+        name="your file",
+        held_out=held_out,
+        population=len(rows) if users is None else len(np.unique(users[rows])),
+        encode=encode,
+        preprocessing=raw.preprocessing(_bounds(raw, rows, None)),
+        image_shape=raw.image_shape,
+        user_level=users is not None,
+        releases=(Release(SCALE, SCALE_NOISE_MULTIPLIER),) if raw.columns_to_release else (),
+        notes=raw.private_notes,
+    )
+
+
+def _bounds(
+    raw: RawRecords, rows: npt.NDArray[np.int64], mechanism: Mechanism | None
+) -> list[tuple[float, float]]:
+    columns = len(raw.columns_to_release)
+    if mechanism is None or not columns:
+        return [(-1.0, 1.0)] * columns
+    counts, reach = raw.bucket_counts(rows), sensitivity(columns)
+    if mechanism.plan.claim is None:  # sgd promises nothing, so it needs no noise
+        return bounds_from_counts(counts, 0.0)
+    noisy = mechanism.release(SCALE, counts, reach)
+    return bounds_from_counts(noisy, APPLIED_NOISE * SCALE_NOISE_MULTIPLIER * reach)
 
 
 def _same_file(a: str, b: str) -> bool:
     return Path(a).exists() and Path(b).exists() and Path(a).samefile(b)
-
-
-def open_source(options: JobOptions, key: Key) -> RecordSource:
-    """The records that the options name."""
-    if is_file(options.dataset):
-        return FileSource(options, key)
-    refused = {
-        "--target": options.target,
-        "--schema": options.schema,
-        "--bounds": options.bounds,
-        "--categories": options.categories,
-        "--classes": options.classes,
-        "--drop": options.drop,
-        "--release-scale": options.release_scale,
-        "--eval-data": options.eval_data,
-        "--user-column": options.user_column,
-        "--delimiter": options.delimiter,
-    }
-    for flag, value in refused.items():
-        if value:
-            raise InputError(
-                f"{flag} is for a file of your own; {options.dataset} is a data set by name and needs none"
-            )
-    data = load_sample() if options.dataset == SAMPLE else load(options.dataset)
-    return NamedSource(data, options.eval_share, key)
 
 
 def _schema(options: JobOptions) -> Schema:

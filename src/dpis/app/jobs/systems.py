@@ -46,4 +46,4 @@ def system(name: str) -> System:
     try:
         return SYSTEMS[name]
     except KeyError:
-        raise InputError(f"method must be one of {', '.join(SYSTEMS)}, found {name!r}") from None
+        raise InputError(f"--method must be one of {', '.join(SYSTEMS)}, found {name!r}") from None

@@ -121,7 +121,7 @@ class _Job:
         recipe = {
             "job": options.as_json(),
             "public": _public_recipe(options, config, source),
-            "public_by_confirmation": list(source.public_by_confirmation),
+            "public_by_confirmation": list(source.preprocessing.public_by_confirmation),
         }
         path = Path(options.out) if options.out is not None else next_run_folder(Path("runs"))
         run_options = RunOptions(

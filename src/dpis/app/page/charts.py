@@ -306,3 +306,19 @@ def _numbers(chart: Chart, drawn: Sequence[Series]) -> Markup:
 def figures(charts: Sequence[Chart]) -> Markup:
     """Charts side by side where there is room."""
     return tag("div", join(figure(chart) for chart in charts), class_="figures")
+
+
+def over_epochs(
+    key: str, title: str, y: str, series: Sequence[Series], *, zero: bool = True, note: Child = None
+) -> Chart:
+    """What a run did, epoch by epoch."""
+    return Chart(
+        key=key,
+        title=title,
+        x="epoch",
+        y=y,
+        series=series,
+        epochs=True,
+        y_from_zero=zero,
+        note=note,
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from dpis.accounting import Mode
 from dpis.app.jobs.job_options import JobOptions
 from dpis.app.page import sentences
-from dpis.app.page.charts import Chart, Series, figures
+from dpis.app.page.charts import Chart, Series, figures, over_epochs
 from dpis.app.page.markup import Child, Markup, join, tag
 from dpis.app.page.page import box, bullets, facts, page, section
 from dpis.app.page.run_files import RunReport
@@ -148,13 +148,11 @@ def _run_charts(history: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
     accuracy = _points(history, "held_out_accuracy", 100)
     error = _points(history, "held_out_squared_error")
     if accuracy:
-        yield _over_epochs(
-            "accuracy", "Held-out accuracy", "accuracy, %", [Series("accuracy", accuracy)]
-        )
+        series = [Series("accuracy", accuracy)]
+        yield over_epochs("accuracy", "Held-out accuracy", "accuracy, %", series, zero=False)
     if error:
-        yield _over_epochs(
-            "error", "Held-out squared error", "squared error", [Series("error", error)]
-        )
+        series = [Series("error", error)]
+        yield over_epochs("error", "Held-out squared error", "squared error", series, zero=False)
     sigma, z = _points(history, "grad_noise_multiplier"), _points(history, "noise_multiplier")
     if any(value > 0 for _, value in (*sigma, *z)):
         series = [
@@ -162,36 +160,19 @@ def _run_charts(history: Sequence[Mapping[str, Any]]) -> Iterator[Chart]:
         ]
         if sigma != z:
             series.append(Series("sigma_G = z · kappa, the paper's", sigma, "sigma_G", style=1))
-        yield _over_epochs("noise", "Noise multiplier", "noise multiplier", series, zero=True)
+        yield over_epochs("noise", "Noise multiplier", "noise multiplier", series)
     kappa, clip = _points(history, "kappa"), _points(history, "clip_norm")
     if _changes(kappa):
-        yield _over_epochs(
+        yield over_epochs(
             "kappa",
             "Norm utilisation kappa",
             "kappa",
             [Series("kappa", kappa, style=2, dashed=False)],
-            zero=True,
             note="The mean gradient norm over the clip norm, as released with noise; 1 is DP-SGD.",
         )
     if _changes(clip):
-        yield _over_epochs(
-            "clip", "Clip norm", "clip norm", [Series("C", clip, style=3, dashed=False)], zero=True
-        )
-
-
-def _over_epochs(
-    key: str, title: str, y: str, series: list[Series], *, zero: bool = False, note: Child = None
-) -> Chart:
-    return Chart(
-        key=key,
-        title=title,
-        x="epoch",
-        y=y,
-        series=series,
-        epochs=True,
-        y_from_zero=zero,
-        note=note,
-    )
+        series = [Series("C", clip, style=3, dashed=False)]
+        yield over_epochs("clip", "Clip norm", "clip norm", series)
 
 
 # ── settings and files ───────────────────────────────────────────────────────────────────────────────
