@@ -110,6 +110,8 @@ class _Part:
 
     def cut(self) -> Iterator[_Part]:
         """Where tiles of normals end."""
+        if self.begin % TILE + len(self.entries) <= TILE:  # most have no more
+            return iter([self] if len(self.entries) else [])
         sizes = [min(len(self.entries), -self.begin % TILE)]
         rest = len(self.entries) - sizes[0]
         sizes += [TILE] * (rest // TILE) + [rest % TILE]

@@ -99,6 +99,7 @@ def largest_of_a_release(parts: int) -> int:
 
 def test_a_release_makes_tiles_beside_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """One part: nothing larger than two tiles in float64. Several: their sum in float32 takes its place."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # others are not watched
     assert largest_of_a_release(parts=1) == 2 * 8 * TILE
     assert largest_of_a_release(parts=2) == 4 * WIDTH
     monkeypatch.setattr(noise, "TILE", WIDTH)  # a vector of noise for the whole parameter
