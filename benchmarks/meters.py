@@ -116,8 +116,17 @@ def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float
 
 def resident_bytes(which: str = "VmRSS") -> int:
     """What this process has in memory now; with ``VmHWM`` the most since the last `forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith(which))
+    return _bytes_of("/proc/self/status", which)
+
+
+def available_bytes() -> int:
+    """What the machine could still give (Linux)."""
+    return _bytes_of("/proc/meminfo", "MemAvailable")
+
+
+def _bytes_of(file: str, which: str) -> int:
+    lines = Path(file).read_text().splitlines()
+    line = next(line for line in lines if line.startswith(which))
     return 1024 * int(line.split()[1])
 
 
