@@ -130,12 +130,6 @@ def _bytes_of(file: str, which: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def available_bytes() -> int:
-    """What the machine could still give (Linux)."""
-    line = next(line for line in Path("/proc/meminfo").open() if line.startswith("MemAvailable"))
-    return 1024 * int(line.split()[1])
-
-
 def forget_peak() -> None:
     """From here on ``VmHWM`` counts anew (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")

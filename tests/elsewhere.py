@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,13 +197,15 @@ def _values(argument: Any) -> Any:
 
 @contextmanager
 def elsewhere() -> Iterator[Traffic]:
-    """Within, the other device is there; autocast knows it."""
+    """Within, the other device is there; it has a gigabyte, and autocast knows it."""
     known = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
     def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kw: function(*("cpu" if a == DEVICE.type else a for a in args), **kw)
 
     with pytest.MonkeyPatch.context() as patch, Traffic() as traffic:
+        memory = SimpleNamespace(mem_get_info=lambda device: (1 << 30, 1 << 30))
+        patch.setattr(torch, DEVICE.type, memory, raising=False)
         for function in known:
             patch.setattr(torch, function.__name__, renamed(function))
         yield traffic
