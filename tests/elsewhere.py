@@ -181,10 +181,8 @@ def _event(what: str) -> Event | None:
     while frame is not None:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(SOURCE) and (file.name, frame.f_code.co_name) not in HANDING_ON:
-            name = f"{file.relative_to(SOURCE)}::{frame.f_code.co_qualname}".replace(
-                ".<locals>", ""
-            )
-            return Event(name, frame.f_lineno, what)
+            function = frame.f_code.co_qualname.split(".<")[0]  # not the lambda within
+            return Event(f"{file.relative_to(SOURCE)}::{function}", frame.f_lineno, what)
         if file.is_relative_to(ROOT) and file != Path(__file__):
             return None
         frame = frame.f_back

@@ -55,65 +55,84 @@ class Known:
 
 READS, EQUAL, SIZE = "reads a number", "reads whether all are equal", "a size follows values"
 FROM_HOST, TO_HOST = "is copied from the host", "is copied to the host"
-RULE_25 = "decides whether squares are made anew in float64 (rule 25)"
-
 KNOWN = (
-    Known("gradients/factors/norms.py::squared_norms", READS, "mlp", RULE_25),
-    Known("gradients/factors/norms.py::and_not_zero", SIZE, "mlp", RULE_25),
-    Known("gradients/factors/norms.py::made_anew", SIZE, "mlp", RULE_25),
-    Known("gradients/factors/norms.py::from_gram_terms", READS, "attention", RULE_25),
-    Known("gradients/factors/norms.py::where_terms_cancel", READS, "attention", RULE_25),
-    Known("gradients/factors/sum.py::Sum.squared_norms", READS, "conv2d-twice", RULE_25),
     Known(
-        "gradients/factors/factor.py::Stored._finite_block_sum",
+        "gradients/factors/factor.py::squared_norms",
         READS,
         "mlp",
-        "decides whether a sum is made anew in float64 (rule 25)",
-    ),
-    Known("gradients/factors/factor.py::kept_by", READS, "mlp", "are all weights other than zero?"),
-    Known(
-        "gradients/factors/factor.py::kept_by", SIZE, "rejecting", "who has weight zero is left out"
+        "decides whether squares are made anew in float64 (rule 25)",
     ),
     Known(
-        "gradients/factors/lookup.py::Lookup._norms_of_distinct_rows",
+        "gradients/factors/factor.py::squared_norms",
+        SIZE,
+        "embedding-bag-ragged",
+        "only the doubtful are made anew; rare, but a record without gradient is one",
+    ),
+    Known(
+        "gradients/factors/factor.py::finite_sum",
+        READS,
+        "mlp",
+        "decides whether a sum is made anew in float64 (rule 25); once for each parameter",
+    ),
+    Known(
+        "gradients/factors/factor.py::kept_by",
+        READS,
+        "mlp",
+        "asks whether all weights are ordinary numbers",
+    ),
+    Known(
+        "gradients/factors/factor.py::kept_by",
+        SIZE,
+        "embedding-bag-ragged",
+        "leaves out who has weight zero",
+    ),
+    Known(
+        "gradients/factors/lookup.py::Lookup._squares_of_distinct_rows",
         SIZE,
         "embedding-long",
-        "words are counted once",
+        "counts every word of a record once",
     ),
     Known(
         "gradients/rules/embedding.py::_padded_bags",
         READS,
         "embedding-bag-ragged",
-        "bags are filled up to the longest of the batch",
+        "fills bags up to the longest of the batch",
     ),
     Known(
         "gradients/rules/recurrent/steps.py::Timetable._rows",
         FROM_HOST,
         "lstm-packed",
-        "the order of a packed sequence, counted on the host",
-    ),
-    Known(
-        "coupling/neighbours.py::refuse_gradient_of_others",
-        READS,
-        "mlp",
-        "copies that fill a chunk up must have no gradient",
+        "packed sequences are counted on the host",
     ),
     Known(
         "mechanism/contribution.py::contribution_weights",
         FROM_HOST,
         "mlp",
-        "importances are kept on the host; one number a record",
+        "importances are kept on the host: one number a record",
     ),
     Known(
         "mechanism/gradient_sum.py::GradientSum.add",
         TO_HOST,
         "mlp",
-        "norms are kept on the host; one number a record, needed at the release",
+        "norms are kept on the host: one number a record",
     ),
-    Known("noise.py::_added", FROM_HOST, "mlp", "noise is drawn on the host: a secure generator"),
-    Known("dropin/delivered.py::Delivered._same", FROM_HOST, "drop-in", "inputs are as delivered"),
-    Known("dropin/delivered.py::Delivered._same", EQUAL, "drop-in", "inputs are as delivered"),
-    Known("coupling/writes.py::_same", EQUAL, "drop-in", "layers keep nothing of records"),
+    Known(
+        "noise.py::add_noise", TO_HOST, "mlp", "noise is added on the host, by a secure generator"
+    ),
+    Known("noise.py::add_noise", FROM_HOST, "mlp", "and the sums go back"),
+    Known(
+        "dropin/delivered.py::Delivered._same",
+        FROM_HOST,
+        "drop-in",
+        "compares inputs with what was delivered",
+    ),
+    Known(
+        "dropin/delivered.py::Delivered._same",
+        EQUAL,
+        "drop-in",
+        "compares inputs with what was delivered",
+    ),
+    Known("coupling/writes.py::_same", EQUAL, "drop-in", "layers must keep nothing of records"),
 )
 
 
