@@ -34,7 +34,7 @@ class Player:
     """One engine's steps, in turns.
 
     Args:
-        step: takes one step.
+        step: takes one step; it was taken once already.
         clock: tells the time.
         steady: take steps whose number is a power of two, and do not count them: at these ours
             compares itself with autograd.
@@ -44,7 +44,7 @@ class Player:
         self, step: Callable[[], object], clock: Callable[[], float], steady: bool
     ) -> None:
         self._step, self._clock, self._steady = step, clock, steady
-        self._steps = 0
+        self._steps = 1
         self.seconds = 0.0
 
     def turn(self) -> float:
@@ -72,7 +72,7 @@ def in_turns(
     """Times of every step, in rounds; the unit takes part in all of them.
 
     Args:
-        steps: by name.
+        steps: by name; each was taken once already.
         unit: the name of the step that others are compared with.
         seconds: a step leaves when its turns have taken so long; thrice that before the third round.
         clock: tells the time.
