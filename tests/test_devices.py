@@ -133,6 +133,7 @@ KNOWN = (
         "compares inputs with what was delivered",
     ),
     Known("coupling/writes.py::_same", EQUAL, "drop-in", "layers must keep nothing of records"),
+    Known("coupling/writes.py::digest", TO_HOST, "drop-in-large", "the same, for large tensors"),
 )
 
 
@@ -168,14 +169,14 @@ def mechanism_step(problem: Problem, **changes: Any) -> set[Event]:
         return events_of_a_step(step, traffic)
 
 
-def dropin_step() -> set[Event]:
+def dropin_step(width: int = 8) -> set[Event]:
     """A loop that brings its batches to the device."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(RECORDS, 6), torch.randint(0, 4, (RECORDS,)))
     with elsewhere() as traffic, pytest.MonkeyPatch.context() as patch:
         # A tensor has one class: outputs that are elsewhere cannot be watched too.
         patch.setattr("dpis.dropin.module.watched_outputs", lambda outputs, tape: outputs)
-        model = moved(mlp())
+        model = moved(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4)))
         model, optimizer, loader = PrivacyEngine().make_private(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -204,6 +205,7 @@ CASES: dict[str, Callable[[], set[Event]]] = {
         contribution=Contribution.REJECT,
     ),
     "drop-in": dropin_step,
+    "drop-in-large": functools.partial(dropin_step, width=5000),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpis.gradients.SlowGradientsWarning")
