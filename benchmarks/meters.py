@@ -34,7 +34,7 @@ class Player:
     """One engine's steps, in turns.
 
     Args:
-        step: takes one step.
+        step: takes one step; it was taken once already.
         clock: tells the time.
         steady: take steps whose number is a power of two, and do not count them: at these ours
             compares itself with autograd.
@@ -44,7 +44,7 @@ class Player:
         self, step: Callable[[], object], clock: Callable[[], float], steady: bool
     ) -> None:
         self._step, self._clock, self._steady = step, clock, steady
-        self._steps = 0
+        self._steps = 1
         self.seconds = 0.0
 
     def turn(self) -> float:
@@ -72,7 +72,7 @@ def in_turns(
     """Times of every step, in rounds; the unit takes part in all of them.
 
     Args:
-        steps: by name.
+        steps: by name; each was taken once already.
         unit: the name of the step that others are compared with.
         seconds: a step leaves when its turns have taken so long; thrice that before the third round.
         clock: tells the time.
@@ -116,15 +116,17 @@ def ratios(times: Mapping[str, list[float]], unit: str) -> dict[str, tuple[float
 
 def resident_bytes(which: str = "VmRSS") -> int:
     """What this process has in memory now; with ``VmHWM`` the most since the last `forget_peak`."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith(which))
-    return 1024 * int(line.split()[1])
+    return _bytes_of("/proc/self/status", which)
 
 
 def available_bytes() -> int:
     """What the machine could still give (Linux)."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    line = next(line for line in lines if line.startswith("MemAvailable"))
+    return _bytes_of("/proc/meminfo", "MemAvailable")
+
+
+def _bytes_of(file: str, which: str) -> int:
+    lines = Path(file).read_text().splitlines()
+    line = next(line for line in lines if line.startswith(which))
     return 1024 * int(line.split()[1])
 
 

@@ -55,7 +55,7 @@ def square(module: nn.Module, batch: Any) -> Tensor:
     """A loss in which every output of a row counts differently."""
     output = module(*batch)
     flat = output.reshape(len(batch[0]), -1)
-    scale = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+    scale = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return ((flat * scale + 0.1) ** 2).sum(1)
 
 
@@ -89,7 +89,7 @@ def function(f: Callable[..., Tensor], **shapes: Any) -> Callable[[], nn.Module]
 
 def ragged(words: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Bags of unequal lengths, some of them empty, end to end, and where each begins."""
-    counted = torch.arange(words.shape[1]) < lengths[:, None]
+    counted = torch.arange(words.shape[1], device=words.device) < lengths[:, None]
     return words[counted], lengths.cumsum(0) - lengths
 
 
@@ -215,7 +215,10 @@ EMBEDDING = [
         lambda: nn.EmbeddingBag(7, 4, mode="mean"),
         inputs_only(words(3)),
         lambda module, batch: square(
-            function(lambda m, x: module(x.flatten(), torch.arange(0, x.numel(), 3)))(), batch
+            function(
+                lambda m, x: module(x.flatten(), torch.arange(0, x.numel(), 3, device=x.device))
+            )(),
+            batch,
         ),
         vmap=False,
     ),
@@ -238,7 +241,7 @@ EMBEDDING = [
     plain(
         "embedding-of-positions",
         function(
-            lambda m, x: m.word(x) + m.place(torch.arange(x.shape[1])[None]),
+            lambda m, x: m.word(x) + m.place(torch.arange(x.shape[1], device=x.device)[None]),
             word=lambda: nn.Embedding(7, 4),
             place=lambda: nn.Embedding(9, 4),
         ),
@@ -463,7 +466,7 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         if lengths is None:
             return self.layer(x)[0]
-        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=False)
         outputs, _ = rnn.pad_packed_sequence(self.layer(packed)[0], True, total_length=x.shape[1])
         return outputs
 
