@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpis.coupling.outputs import watched_outputs
 from dpis.coupling.writes import unwritten
 from dpis.dropin.session import Session
 from dpis.errors import MisuseError
@@ -40,8 +39,7 @@ class PrivateModule(nn.Module):
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
                 " Train the model that make_private returned; call eval() on the copy to evaluate it"
             )
-        outputs = _uncompiled(session.run)(args, kwargs)
-        return watched_outputs(outputs, session.tape if session.looks_now else None)
+        return _uncompiled(session.run)(args, kwargs)
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""

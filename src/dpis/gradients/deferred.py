@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from dpis.coupling.agreement import without_dropout
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
+from dpis.gradients.parts import without_overlap
 from dpis.gradients.recorder import Recorder, WatchedPass
-from dpis.gradients.tape import Tape
+from dpis.gradients.tape import Tape, full_precision
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
 
@@ -31,6 +32,7 @@ class Pass:
         leaves: the outputs that gradients arrive at, and which dimension of each counts rows.
         inputs: what the model was called with, rows first.
         precision: the autocast in which it was run, for once more.
+        kinds: the types of numbers that the model returned; leaves are float32 at least.
     """
 
     outputs: Any
@@ -38,6 +40,7 @@ class Pass:
     leaves: list[tuple[Tensor, int]]
     inputs: Inputs
     precision: Callable[[], torch.autocast]
+    kinds: frozenset[torch.dtype]
     _forward: WatchedPass[Any]
 
     @property
@@ -85,7 +88,7 @@ class DeferredGradients:
         watched = _open_to_gradients(forward.outputs)
         if not watched:
             raise InputError(NOTHING_TO_TRAIN)
-        leaves = {id(t): t.detach().requires_grad_() for t in watched}
+        leaves = {id(t): _full(t.detach()).requires_grad_() for t in watched}
         device = batches.device(inputs).type
         return Pass(
             outputs=batches.apply(lambda t: leaves.get(id(t), t), forward.outputs),
@@ -98,6 +101,7 @@ class DeferredGradients:
                 dtype=torch.get_autocast_dtype(device),
                 enabled=torch.is_autocast_enabled(device),
             ),
+            kinds=frozenset(t.dtype for t in watched),
             _forward=forward,
         )
 
@@ -203,6 +207,25 @@ class DeferredGradients:
             return inputs
         args, kwargs = batches.apply(lambda t: t.transpose(0, 1) if t.ndim > 1 else t, inputs)
         return args, kwargs
+
+
+def joined(tapes: Sequence[Tape]) -> Tape:
+    """Several passes over the same records as one: clipped is the sum of a record's gradients in all of them."""
+    first, *others = tapes
+    if not others:
+        return first
+    with torch.no_grad(), full_precision(next(iter(first.parameters.values())).device):
+        parts = {
+            name: without_overlap([part for tape in tapes for part in tape.parts[name]], parameter)
+            for name, parameter in first.parameters.items()
+        }
+    return Tape(first.parameters, parts, first.records)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """In float32 at least: a loss is not rounded to half precision on its way to the model."""
+    halved = tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize
+    return tensor.float() if halved else tensor
 
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:
