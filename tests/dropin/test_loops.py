@@ -263,7 +263,7 @@ def test_the_data_set_of_a_private_loader_is_the_users_own_in_all_but_batches():
     dataset.tensors = tuple(t.flip(0) for t in records.tensors)  # whoever changes it, both see it
     assert dataset.tensors is records.tensors
     for inputs, targets in loop.loader:
-        drawn = loop.session._step.batch.draw.indices
+        drawn = loop.session._current.draw.indices
         assert torch.equal(inputs, records.tensors[0][drawn])
         loop.step(inputs, targets)
 
@@ -306,7 +306,7 @@ def test_prefetched_batches_are_weighed_by_what_they_were_drawn_with(without_noi
     sampler = loop.session.mechanism.sampler
     for _ in range(3):
         for inputs, targets in loop.loader:
-            draw = loop.session._step.batch.draw
+            draw = loop.session._current.draw
             known = sampler.last_norms[draw.indices].double().clamp(0.05 * C, C)
             outdated += int((~torch.isclose(known, draw.importance)).sum())
             assert torch.equal(inputs, records[draw.indices])

@@ -118,7 +118,7 @@ class LossWatch:
             assert leaf.grad is not None
             share = float(leaf.grad) / self._begins_with
             leaf.grad = None
-            self.rules.penalty.arrived(coefficient * share)
+            self.rules.penalty.arrived(coefficient * share, leads_to)
 
         stand_in.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return stand_in

@@ -122,10 +122,14 @@ def _reduction(values: dict[str, Any]) -> str:
 def _by_record(by_term: Tensor, counted: Tensor, owners: Tensor, records: int) -> Tensor:
     """The mean over the terms of every record that count; zero where none does."""
     known = owners != UNKNOWN  # else its record has no gradient here
-    of, terms = owners[known], by_term.reshape(len(owners), -1).sum(1)[known]
-    counts = counted.reshape(len(owners), -1).sum(1)[known].to(by_term.dtype)
+    of, terms = owners[known], _sum_of_rows(by_term)[known]
+    counts = _sum_of_rows(counted)[known].to(by_term.dtype)
     total, count = (torch.zeros(records, dtype=t.dtype, device=t.device) for t in (terms, counts))
     return total.index_add(0, of, terms) / count.index_add(0, of, counts).clamp(min=1)
+
+
+def _sum_of_rows(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1).sum(1) if tensor.ndim > 1 else tensor
 
 
 _WEIGHED = (

@@ -44,8 +44,8 @@ def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
         tensor([0, 0, 1, 1])
     """
     numbers = torch.arange(len(rows), device=rows.device)
-    weights = torch.rand(rows.shape[1:], generator=torch.Generator().manual_seed(0)).to(rows) + 0.5
-    own = _derivatives(rows, outputs, weights.expand(rows.shape))
+    weights = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows) + 0.5
+    own = _derivatives(rows, outputs, weights)
     found = [_answering(a) for a in own]
     told = [torch.zeros(len(places), dtype=torch.long, device=rows.device) for places in found]
     for place, digits in enumerate(_digits(numbers)):

@@ -70,6 +70,7 @@ class Session:
     def _train(self, gradients: DeferredGradients) -> None:
         """From now on these parameters are trained, and no gradient may arrive at them by itself."""
         self.gradients = gradients
+        self._rules.penalty.begin(gradients.parameters)
         while self._guards:
             self._guards.pop().remove()
         self._guards = [
@@ -149,9 +150,14 @@ class Session:
             self._step = Step(total, None, delivered)
         self._step.deliver(part, delivered, padded_otherwise)
 
+    @property
+    def _current(self) -> PhysicalBatch | None:
+        """The batch that was delivered last and is not yet folded into a sum."""
+        return None if self._step is None else self._step.batch
+
     def require_stepped(self) -> None:
         """Before the next batch is taken."""
-        if self._step is not None and self._step.batch is not None:
+        if self._current is not None:
             raise MisuseError(
                 "the next batch was taken before optimizer.step() was called for the last one: its noisy gradient was "
                 "not released, and which steps are left out would tell about the records. Call optimizer.step() for "
@@ -181,7 +187,8 @@ class Session:
                 self._require_rows(step, 1)
             with self._masks(0, 0):
                 blank = empty_outputs(self.gradients.module, args, kwargs, self._template)
-            return watched_outputs(blank, self._new_watch(step, 0, half=False))
+            step.blank = self._new_watch(step, 0, half=False)
+            return watched_outputs(blank, step.blank)
         seen = step.whole_batch_run
         self._require_backward(step, but=seen)
         before = step.covered - (0 if seen is None else seen.rows)
@@ -382,7 +389,7 @@ class Session:
         update = self.mechanism.release_sum(step.sum)
         self._forget_draw()
         update = update if self._rules.mean else self._as_sum(update)
-        return self._rules.penalty.add_to(update, self.gradients.parameters)
+        return self._rules.penalty.add_to(update)
 
     def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""

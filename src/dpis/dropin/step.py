@@ -61,6 +61,7 @@ class Step:
         padded_otherwise: some of its rows, where they have another shape by themselves.
         expected: how many rows of the draw were delivered so far.
         run: the rows that the model was run on, and that are not in the sum.
+        blank: watches the outputs for nobody, where nobody was drawn.
         tape: writes down what is made of outputs, where this step is looked at.
         state: of the model at the first forward pass.
     """
@@ -71,6 +72,7 @@ class Step:
     padded_otherwise: Sequence[PaddedOtherwise] = ()
     expected: int = 0
     run: list[RunRows] = field(default_factory=list)
+    blank: LossWatch | None = None
     tape: LossTape | None = None
     state: ModelState | None = None
 
