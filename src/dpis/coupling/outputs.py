@@ -114,7 +114,7 @@ def _backward(
     with torch._C.DisableTorchFunctionSubclass():
         gradient = watch.before_backward(loss, gradient)
         with watch.differentiating():
-            loss.backward(gradient, *args, **kwargs)
+            loss.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _watch_of(tensor: Tensor) -> LossWatch | None:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from dpis.errors import CouplingError
 
-BASE = 1024
+BASE = 256
 """Rows are told apart by the digits of their numbers: float32 must tell a digit times a weight from its neighbours."""
-CLEAR = 0.01
+CLEAR = 0.05
 """How far a digit may lie from a whole number."""
-NOTHING = 1e-4
-"""A derivative this small, of those of order one that are asked for, is cancellation."""
+NOTHING = 0.02
+"""A derivative this much smaller than the largest of its record may be cancellation, and is not asked."""
 UNKNOWN = -1
 
 Outputs = Sequence[tuple[Tensor, int]]
@@ -88,8 +88,9 @@ def _derivatives(rows: Tensor, outputs: Outputs, direction: Tensor) -> list[Tens
 
 def _answering(derivatives: Tensor) -> Tensor:
     """The places, counted through, of entries with an answer; what is not finite has none, and no gradient either."""
-    sizes = derivatives.abs().flatten()
-    return ((sizes > NOTHING) & sizes.isfinite()).nonzero()[:, 0]
+    sizes = derivatives.abs().flatten(1) if derivatives.ndim > 1 else derivatives.abs()[:, None]
+    largest = sizes.nan_to_num(0.0, 0.0, 0.0).amax(1, keepdim=True)
+    return ((sizes > NOTHING * largest) & sizes.isfinite()).flatten().nonzero()[:, 0]
 
 
 MIXED = (
