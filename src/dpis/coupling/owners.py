@@ -14,7 +14,9 @@ BASE = 256
 CLEAR = 0.05
 """How far a digit may lie from a whole number."""
 NOTHING = 0.02
-"""A derivative this much smaller than the largest of its record may be cancellation, and is not asked."""
+"""A derivative this much smaller than the largest of its record may be cancellation: it is asked again."""
+ROUNDS = 5
+"""How often rows without an answer are asked."""
 UNKNOWN = -1
 
 Outputs = Sequence[tuple[Tensor, int]]
@@ -35,20 +37,45 @@ def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
         `UNKNOWN` for a row that no output moves.
 
     Raises:
-        CouplingError: if a row is made of several records, or an output is in several rows of one tensor that weigh
-            unlike.
+        CouplingError: if a row is made of several records.
 
     Example:
         >>> logits = torch.randn(2, 3, 5, requires_grad=True)
         >>> owners_of(logits[:, 1:].reshape(-1, 5), [(logits, 0)])
         tensor([0, 0, 1, 1])
     """
-    numbers = torch.arange(len(rows), device=rows.device)
-    weights = torch.rand(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows) + 0.5
+    generator = torch.Generator().manual_seed(0)
+    owners = torch.full((len(rows),), UNKNOWN, device=rows.device)
+    for number in range(ROUNDS):
+        asked = owners == UNKNOWN
+        weights = _weights(rows, generator, everywhere=number > 0)
+        weights *= asked.reshape(-1, *[1] * (rows.ndim - 1))
+        for row, record in _answers(rows, outputs, weights):
+            owners[row] = record
+            if not torch.equal(owners[row], record):
+                raise CouplingError(MIXED)
+        if not bool((asked & (owners != UNKNOWN)).any()):
+            break
+    return owners
+
+
+def _weights(rows: Tensor, generator: torch.Generator, *, everywhere: bool) -> Tensor:
+    """Numbers between 0.5 and 1.5, for one entry of every row or for all."""
+    drawn = 0.5 + torch.rand(rows.shape if everywhere else rows.shape[:1], generator=generator)
+    if everywhere or rows.ndim == 1:
+        return drawn.to(rows)
+    size = max(1, rows.shape[1:].numel())
+    places = torch.randint(size, (len(rows), 1), generator=generator).to(rows.device)
+    sparse = rows.new_zeros(len(rows), size).scatter_(1, places, drawn.to(rows)[:, None])
+    return sparse.reshape(rows.shape)
+
+
+def _answers(rows: Tensor, outputs: Outputs, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """From every output: numbers of rows, and the record that each is made of."""
     own = _derivatives(rows, outputs, weights)
     found = [_answering(a) for a in own]
-    told = [torch.zeros(len(places), dtype=torch.long, device=rows.device) for places in found]
-    for place, digits in enumerate(_digits(numbers)):
+    told = [torch.zeros_like(places) for places in found]
+    for place, digits in enumerate(_digits(torch.arange(len(rows), device=rows.device))):
         factors = digits.reshape(-1, *[1] * (rows.ndim - 1)).to(weights)
         for i, b in enumerate(_derivatives(rows, outputs, factors * weights)):
             ratios = b.flatten()[found[i]] / own[i].flatten()[found[i]]
@@ -56,15 +83,10 @@ def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
             if bool(((ratios - whole).abs() > CLEAR).any()):
                 raise CouplingError(MIXED)
             told[i] += whole.long() * BASE**place
-    owners = torch.full_like(numbers, UNKNOWN)
     for a, places, row in zip(own, found, told, strict=True):
-        record = places // max(1, a[0].numel())
-        if bool((row < 0).any()) or bool((row >= len(rows)).any()):
+        if bool(((row < 0) | (row >= len(rows))).any()):
             raise CouplingError(MIXED)
-        owners[row] = record
-        if not torch.equal(owners[row], record):
-            raise CouplingError(MIXED)
-    return owners
+        yield row, places // max(1, a.shape[1:].numel())
 
 
 def _digits(numbers: Tensor) -> Iterator[Tensor]:
