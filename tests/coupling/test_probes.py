@@ -17,6 +17,7 @@ from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe
 from dpis.coupling.loss_tape import LossTape
+from dpis.coupling.loss_watch import LossRules, LossWatch
 from dpis.coupling.neighbours import (
     half_of,
     refuse_coupled_losses,
@@ -24,6 +25,9 @@ from dpis.coupling.neighbours import (
     with_one_changed,
 )
 from dpis.coupling.outputs import WatchedOutput, unwatch, watched_outputs
+from dpis.coupling.own_means import OwnMeans
+from dpis.coupling.owners import UNKNOWN, owners_of
+from dpis.coupling.weight_penalty import WeightPenalty
 from dpis.errors import CouplingError
 
 ROWS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
@@ -80,12 +84,19 @@ def test_items_that_are_made_of_others(door: int) -> None:
 def differentiate(loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """What a loop does after a forward pass; returns what it kept."""
     leaf = ROWS.clone().requires_grad_()
-    probe = LossProbe()
-    tape = LossTape(lambda tape, *given: probe.refuse_coupled(*given, [[(leaf, 0)]], tape))
-    outputs = watched_outputs(leaf, tape)
+    probe, tape = LossProbe(), LossTape()
+    rules = LossRules(
+        mean=True,
+        means=OwnMeans(),
+        penalty=WeightPenalty(),
+        look=lambda watch, *given: probe.refuse_coupled(*given, [watch.leaves], tape),
+    )
+    watch = LossWatch(len(ROWS), rules, tape=tape)
+    watch.open([(leaf, 0)])
+    outputs = watched_outputs(leaf, watch)
     kept = [outputs.detach(), outputs.argmax(1), outputs]
     loss(outputs).backward()
-    unwatch(tape)
+    unwatch(watch)
     return kept
 
 
@@ -108,6 +119,30 @@ def test_what_has_no_gradient_is_plain_after_the_step_and_nothing_hangs_on_tenso
     assert [type(tensor) for tensor in plain] == [Tensor, Tensor]
     assert isinstance(outputs, WatchedOutput)
     assert not any(vars(tensor) for tensor in (*plain, outputs))
+
+
+@pytest.mark.parametrize(
+    ("turned", "owners"),
+    [
+        (lambda out: out.flip(0), [5, 4, 3, 2, 1, 0]),
+        (lambda out: out[[4, 1, 1]][:, None] * 3, [4, 1, 1]),
+        (lambda out: out.log_softmax(1)[2:].reshape(-1, 3), [2, 3, 4, 5]),
+        (lambda out: out.T.reshape(-1, 1), [*range(6)] * 3),
+        (lambda out: torch.cat([out[:1].detach(), out[1:]]), [UNKNOWN, 1, 2, 3, 4, 5]),
+    ],
+    ids=["turned round", "picked, one twice", "softmax", "classes first", "a constant"],
+)
+def test_rows_are_known_by_what_they_are_made_of(
+    turned: Callable[[Tensor], Tensor], owners: list[int]
+) -> None:
+    leaf = ROWS.clone().requires_grad_()
+    assert owners_of(turned(leaf), [(leaf, 0)]).tolist() == owners
+
+
+def test_more_rows_than_one_digit_tells() -> None:
+    leaf = torch.randn(3, 1000, 2, requires_grad=True)
+    rows = leaf.transpose(0, 1).reshape(-1, 2).log_softmax(1)
+    assert torch.equal(owners_of(rows, [(leaf, 0)]), torch.arange(3000) % 3)
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────

@@ -67,13 +67,14 @@ def releases_one_parameter(self: Session) -> Any:
 def scaled_by_the_draw(self: Session) -> None:
     """A mean over a part of the rows is undone as if it were over all of them."""
     with pytest.MonkeyPatch.context() as patch:
-        whole = float(self._expected)
-        patch.setattr(self.gradients, "tape", lambda p, _: TAPE(self.gradients, p, whole))
+        whole = float(self._step.expected)  # of a backward pass that began with the rows of a part
+        patch.setattr(self.gradients, "tape", lambda p, _: TAPE(self.gradients, p, whole / p.rows))
         FOLD(self)
 
 
 def by_the_rows_that_came(self: Session, update: Any) -> Any:
-    return {name: max(1, self._expected) * value for name, value in update.items()}
+    drawn_last = int(self.mechanism.sampler.last_norms.isfinite().sum())
+    return {name: max(1, drawn_last) * value for name, value in update.items()}
 
 
 def asks_only_what_is_missing(optimizer: Any, module: Any) -> Any:

@@ -30,15 +30,6 @@ def test_gradients_that_pass_by_the_private_model_are_refused(way: str):
     assert all(parameter.grad is None for parameter in loop.model.parameters())
 
 
-def test_a_penalty_on_weights_is_refused():
-    loop = private()
-    _, inputs, targets = first_batch(loop)
-    loss = functional.cross_entropy(loop.model(inputs), targets)
-    penalty = sum(p.square().sum() for p in loop.model.parameters())
-    with pytest.raises(MisuseError, match=r"neither clipped nor noised.*weight_decay"):
-        loss + penalty
-
-
 TRAINED_BESIDE = {
     "a head": lambda outputs: nn.Linear(3, 3).double()(outputs),
     "a scale made of outputs": lambda outputs: outputs * outputs.detach()[0].requires_grad_().exp(),
@@ -157,25 +148,6 @@ def test_a_model_that_computes_its_own_loss():
 
 
 # ── losses ───────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_losses_that_divide_by_something_of_the_whole_batch():
-    loop = private()
-    _, inputs, targets = first_batch(loop)
-    logits = loop.model(inputs)
-    weight = torch.tensor([1.0, 2.0, 3.0]).double()
-    ignored = targets.clone()
-    ignored[0] = -100
-    for loss, target in [
-        (nn.CrossEntropyLoss(weight=weight), targets),
-        (nn.CrossEntropyLoss(), ignored),
-        (nn.NLLLoss(weight=weight), targets),
-    ]:
-        with pytest.raises(CouplingError, match="depends on the others"):
-            loss(logits, target)
-    rows = nn.CrossEntropyLoss(weight=weight, reduction="none")(logits, ignored)
-    rows.mean().backward()
-    loop.optimizer.step()
 
 
 def negatives_from_the_batch(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

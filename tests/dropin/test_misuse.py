@@ -161,11 +161,21 @@ def test_a_part_of_a_batch_is_not_enough():
         loop.optimizer.step()
 
 
-def test_two_forward_and_backward_passes_where_one_is_accounted():
-    loop = private(inputs_as_delivered=False)
+def test_a_second_view_is_of_the_whole_batch():
+    loop = private()
     _, inputs, targets = first_batch(loop)
     functional.cross_entropy(loop.model(inputs), targets).backward()
     with pytest.raises(MisuseError, match=r"count twice.*no_grad"):
+        loop.model(inputs[:1])
+
+
+def test_parts_have_no_second_view():
+    """They are told by where they are in the batch, which says nothing once all of it was seen."""
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    for part in (slice(0, 1), slice(1, None)):
+        functional.cross_entropy(loop.model(inputs[part]), targets[part]).backward()
+    with pytest.raises(MisuseError, match=r"count twice|another order"):
         loop.model(inputs)
 
 
@@ -440,7 +450,7 @@ def add_layer(model: nn.Module) -> None:
     model.append(nn.Linear(3, 3).double())
 
 
-@pytest.mark.parametrize("change", [replace_head, freeze_head, add_layer])
+@pytest.mark.parametrize("change", [replace_head, add_layer])
 def test_a_model_changed_after_wrapping(change: Any):
     loop = private()
     change(loop.plain_model)
@@ -449,6 +459,17 @@ def test_a_model_changed_after_wrapping(change: Any):
         MisuseError, match=r"changed after make_private.*neither clipped nor noised"
     ):
         loop.model(inputs)
+
+
+def test_a_model_that_is_frozen_in_the_middle_of_a_step():
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    functional.cross_entropy(loop.model(inputs), targets).backward()
+    freeze_head(loop.plain_model)
+    with pytest.raises(MisuseError, match=r"middle of a step.*neither clipped nor noised"):
+        loop.model(inputs)
+    with pytest.raises(CouplingError, match="wrote to"):
+        loop.optimizer.step()
 
 
 def test_records_where_nobody_was_drawn():

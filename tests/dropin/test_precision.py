@@ -1,7 +1,9 @@
-"""Half precision with a mean is refused: it rounds by how many were drawn, so that one moves all (rule 19)."""
+"""In half precision, too, one record more moves nobody else: a mean is differentiated as its sum (rule 19)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,14 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from dpis.dropin.session import MisuseError, Session
-from dpis.errors import InputError
+from dpis.coupling.loss_watch import LossWatch
+from dpis.dropin.session import Session
+from dpis.errors import InputError, MisuseError
+from dpis.gradients import deferred
 from dpis.mechanism import mechanism as mechanism_module
 
-from .loops import first_batch, private
+from .loops import data, first_batch, private
 
 RECORDS = 701  # no power of two: a mean over those rounds nothing
 WIDTH = 64
+
+Criterion = Callable[..., Tensor]
 
 
 def deep() -> nn.Module:
@@ -31,6 +37,7 @@ def moved_by_one_more(
     autocast: bool = False,
     dtype: torch.dtype = torch.float32,
     reduction: str = "mean",
+    criterion: Criterion = functional.cross_entropy,
 ) -> float:
     """How far one record moves the sum of many that are alike."""
     sums, real = list[Tensor](), mechanism_module.add_noise
@@ -56,7 +63,7 @@ def moved_by_one_more(
             loop.optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 outputs = loop.model(batch)
-                loss = functional.cross_entropy(outputs, targets, reduction=reduction)
+                loss = criterion(outputs, targets, reduction=reduction)
             loss.backward()
             loop.optimizer.step()
     one, other = sums
@@ -69,30 +76,76 @@ def test_one_record_more_among_many_alike_moves_the_sum_by_one(
     assert moved_by_one_more(monkeypatch) <= 1.001
 
 
-@pytest.mark.parametrize("half", [{"autocast": True}, {"dtype": torch.bfloat16}], ids=str)
+HALF: list[dict[str, Any]] = [{"autocast": True}, {"dtype": torch.bfloat16}]
+in_half = pytest.mark.parametrize("half", HALF, ids=str)
+
+
+def squared(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return functional.mse_loss(outputs, functional.one_hot(targets, 3).to(outputs))
+
+
+def divided(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    return functional.cross_entropy(outputs, targets, reduction="none").sum() / len(outputs)
+
+
+@in_half
 def test_a_sum_in_half_precision_moves_by_one(
     half: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert moved_by_one_more(monkeypatch, reduction="sum", **half) <= 1.001
 
 
-def test_a_mean_under_autocast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MisuseError, match=r"required for a mean, found autocast.*loss_reduction"):
-        moved_by_one_more(monkeypatch, autocast=True)
-
-
-def test_with_autocast_one_record_would_move_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_require_full_precision", lambda self: None)
-    assert moved_by_one_more(monkeypatch, autocast=True) > 1.5
-
-
-@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
-def test_halved_parameters_and_a_mean_are_refused_before_anything_is_private(
-    kind: torch.dtype,
+@in_half
+@pytest.mark.parametrize("criterion", [functional.cross_entropy, squared, divided])
+def test_a_mean_in_half_precision_moves_by_one(
+    half: dict[str, Any], criterion: Criterion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=f"float32 or float64 for a mean, found {kind}"):
-        private(nn.Linear(4, 3, dtype=kind))
-    private(nn.Linear(4, 3, dtype=kind), loss_reduction="sum")
+    assert 0.5 < moved_by_one_more(monkeypatch, criterion=criterion, **half) <= 1.001
+
+
+@in_half
+def test_begun_with_one_a_record_would_move_all(
+    half: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LossWatch, "before_backward", lambda self, loss, gradient: gradient)
+    monkeypatch.setattr(LossWatch, "differentiating", nullcontext)
+    monkeypatch.setattr(Session, "_half", lambda self, passed: False)
+    monkeypatch.setattr(deferred, "_full", lambda tensor: tensor)
+    monkeypatch.setattr(LossWatch, "refuse_rounded", lambda self, result: None)
+    assert moved_by_one_more(monkeypatch, **half) > 1.5
+
+
+PAST_THE_WATCH: dict[str, Callable[[Tensor], None]] = {
+    "backward must be called on the loss itself": lambda loss: torch.autograd.backward(loss),
+    "takes no gradient for a mean": lambda loss: loss.backward(torch.tensor(1.0)),
+    "a mean must be computed in float32": lambda loss: loss.bfloat16().backward(),
+}
+
+
+@pytest.mark.parametrize("match", PAST_THE_WATCH)
+def test_means_that_are_rounded_by_the_number_of_records_are_refused(match: str) -> None:
+    loop = private(nn.Linear(4, 3, dtype=torch.bfloat16), data(dtype=torch.bfloat16))
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match=match):
+        PAST_THE_WATCH[match](loss)
+    loop.train(steps=1)
+
+
+def test_two_ways_to_begin_backward_are_not_mixed() -> None:
+    """In full precision each is right by itself; gradients of both cannot be told apart."""
+    way, other = (private(max_grad_norm=20.0) for _ in range(2))
+    for loop, backward in ((way, Tensor.backward), (other, torch.autograd.backward)):
+        _, inputs, targets = first_batch(loop)
+        backward(functional.cross_entropy(loop.model(inputs), targets))
+        loop.optimizer.step()
+    torch.testing.assert_close(way.weights, other.weights)
+    _, inputs, targets = first_batch(way)
+    loss = functional.cross_entropy(way.model(inputs), targets)
+    loss.backward(retain_graph=True)
+    torch.autograd.backward(loss)
+    with pytest.raises(MisuseError, match="begun in different ways"):
+        way.optimizer.step()
 
 
 def test_complex_parameters_are_refused() -> None:
@@ -104,13 +157,3 @@ def test_frozen_parameters_may_have_any_type() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).double()
     model.register_parameter("unused", nn.Parameter(torch.zeros(3).half(), requires_grad=False))
     private(model).train(steps=1)
-
-
-def test_a_model_that_is_halved_later_is_refused() -> None:
-    loop = private()
-    _, inputs, _ = first_batch(loop)
-    loop.plain_model.bfloat16()
-    with pytest.raises(MisuseError, match="a model in half precision"):
-        loop.model(inputs.bfloat16())
-    loop.plain_model.double()
-    loop.train(steps=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -16,17 +18,49 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from dpis.errors import CouplingError, InputError
 
 
+class FrozenNormWarning(UserWarning):
+    """Frozen batch normalisation was put in evaluation mode."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"batch normalisation that is frozen ('{name}' is the first) was put in evaluation mode, and stays there: "
+            "in training mode it normalises by the batch, and would keep statistics of private records without noise"
+        )
+
+
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def fix_frozen_statistics(module: nn.Module) -> None:
+    """Batch normalisation whose parameters are all frozen goes by the statistics it has: nobody is coupled by these."""
+    frozen = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and layer.training
+        and layer.running_mean is not None
+        and layer.affine
+        and not any(parameter.requires_grad for parameter in layer.parameters())
+    }
+    for layer in frozen.values():
+        layer.eval()
+    if frozen and module not in _TOLD:
+        _TOLD.add(module)
+        warnings.warn(FrozenNormWarning(next(iter(frozen))), stacklevel=2)
+
+
 def checked_model(module: nn.Module) -> nn.Module:
     """The module that will be run, once nothing in it couples records by design.
 
-    A module made by ``torch.compile`` is replaced by its original: the compiled graph cannot be
-    looked into. Its parameters are the same.
+    Frozen batch normalisation is put in evaluation mode. A module made by ``torch.compile`` is replaced by its
+    original: the compiled graph cannot be looked into. Its parameters are the same.
 
     Raises:
         CouplingError: for batch normalisation in training mode, running statistics, and tables with a ``max_norm``.
         InputError: for TorchScript.
     """
     module = getattr(module, "_orig_mod", module)
+    fix_frozen_statistics(module)
     for name, layer in module.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             raise InputError(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dpis.coupling.loss_tape import LossTape
 from dpis.errors import CouplingError
@@ -33,32 +31,6 @@ Outputs = Sequence[tuple[Tensor, int]]
 
 class UntriedLossWarning(UserWarning):
     """Whether a loss couples records could not be tried out; nothing says that it does."""
-
-
-_DIVIDED_BY_THE_BATCH = {functional.cross_entropy, functional.nll_loss}
-"""Means over terms that weigh unlike: by class weights, or zero where a target is ignored."""
-
-
-def refuse_batch_wide_mean(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """A loss of torch that is about to be called may not divide by something of the whole batch.
-
-    Raises:
-        CouplingError: for means with class weights or ignored targets.
-    """
-    if function not in _DIVIDED_BY_THE_BATCH:
-        return
-    given = inspect.signature(function).bind(*args, **kwargs)
-    given.apply_defaults()
-    values = given.arguments
-    if values["reduction"] != "mean":
-        return
-    target, ignored = values["target"], values["ignore_index"]
-    if values["weight"] is not None:
-        raise CouplingError(_DIVIDED.format("class weights", "the sum of the weights"))
-    if not target.is_floating_point() and bool(torch.any(target == ignored)):
-        raise CouplingError(_DIVIDED.format("ignored targets", "how many targets count"))
 
 
 def factor_of(loss: Tensor) -> float:
@@ -259,8 +231,4 @@ _COUPLED = (
     "from the same batch, a root or a product of means). A record's influence would pass through the gradients of "
     "others, which are clipped by themselves: the privacy guarantee would not hold. Give every row a loss of its own, "
     "and take their mean"
-)
-_DIVIDED = (
-    "A mean with {0} divides by {1} in the whole batch: every record's gradient then depends on the others and the "
-    "guarantee would not hold. Use reduction='none', average each record's own terms, and take the mean of these"
 )

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from dpis import batches
 
-Look = Callable[["LossTape", Tensor, Tensor | None], None]
-"""``look(tape, loss, gradient)``: before ``loss.backward(gradient)``."""
 States = Mapping[torch.Generator, Tensor]
 """Of the global generators."""
 
@@ -56,13 +54,10 @@ class LossTape:
     """Every function of torch that was called with outputs, or with what was made of them.
 
     Numbers that python took out of tensors (``item()``), and what it decided by them, stay as they were.
-
-    Args:
-        look: what to do before a loss is differentiated.
     """
 
-    def __init__(self, look: Look) -> None:
-        self.look, self.open = look, True
+    def __init__(self) -> None:
+        self.open = True
         self._calls: list[TapeCall] = []
         self._slots: dict[int, int] = {}
         self._held: list[Tensor] = []  # in the order of slots, so that no id is given twice

@@ -15,7 +15,7 @@ after an error in the loop it would go on to watch all that the process does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,22 +23,21 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpis import batches
-from dpis.coupling.loss import refuse_batch_wide_mean
-from dpis.coupling.loss_tape import LossTape
+from dpis.coupling.loss_watch import LossWatch
 from dpis.errors import MisuseError
 
 _LEAVES: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
 """Where gradients of outputs arrive."""
-_TAPES: MutableMapping[Tensor, weakref.ref[LossTape]] = WeakTensorKeyDictionary()
-"""A weak reference to the tape of a watched tensor, where there is one."""
+_WATCHES: MutableMapping[Tensor, weakref.ref[LossWatch]] = WeakTensorKeyDictionary()
+"""A weak reference to the watch of a watched tensor, for as long as its step lasts."""
 
 
-def watched_outputs(outputs: Any, tape: LossTape | None = None) -> Any:
+def watched_outputs(outputs: Any, watch: LossWatch | None = None) -> Any:
     """The same outputs, their tensors watched; copies, so that they may be changed in place as any other output.
 
     Args:
         outputs: of the model, leaves where they are open to gradients.
-        tape: writes down what is made of them, and looks at a loss before it is differentiated; None: nobody does.
+        watch: is told what is made of them; None: nobody is.
     """
 
     def watched(leaf: Tensor) -> Tensor:
@@ -46,18 +45,18 @@ def watched_outputs(outputs: Any, tape: LossTape | None = None) -> Any:
             return leaf
         _LEAVES[leaf] = True
         copy = leaf.clone().as_subclass(WatchedOutput)
-        if tape is not None:
-            _TAPES[copy] = weakref.ref(tape)
-            tape.begin(copy, leaf)
+        if watch is not None:
+            _WATCHES[copy] = weakref.ref(watch)
+            watch.begin(copy, leaf)
         return copy
 
     return batches.apply(watched, outputs)
 
 
-def unwatch(tape: LossTape) -> None:
+def unwatch(watch: LossWatch) -> None:
     """The step is taken: nothing is written down from now on, and what has no gradient is a plain tensor again."""
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in tape.close():
+        for tensor in watch.close():
             if isinstance(tensor, WatchedOutput) and not tensor.requires_grad:
                 tensor.__class__ = Tensor  # type: ignore[assignment]
 
@@ -79,35 +78,51 @@ class WatchedOutput(Tensor):
     ) -> Any:
         """Look at the call, then let it happen."""
         kwargs = kwargs or {}
-        refuse_batch_wide_mean(function, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             given = list(batches.tensors((args, kwargs)))
+            watch = next((watch for watch in map(_watch_of, given) if watch), None)
             if torch.is_grad_enabled():
-                _refuse_strangers(given)
-            tape = next((tape for tape in map(_open_tape_of, given) if tape), None)
-            if function is Tensor.backward and tape is not None:
-                tape.look(tape, args[0], args[1] if len(args) > 1 else kwargs.get("gradient"))
+                args, kwargs = _without_strangers(function, given, args, kwargs, watch)
+        own = None if watch is None else watch.own_mean(function, args, kwargs)
+        if own is not None:
+            return own
+        if function is Tensor.backward and watch is not None:
+            return _backward(watch, *args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            tape = watch.tape if watch is not None else None
+            tape = tape if tape is not None and tape.open else None
             call = None if tape is None else tape.before(function, args, kwargs)
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             for written in (args[0] if args else None, kwargs.get("out")):
-                _reconsider(written, tape)
+                _reconsider(written, watch)
+            if watch is not None:
+                watch.refuse_rounded(result)
             if isinstance(result, WatchedOutput):
-                result = _passed_on(result, tape)
+                result = _passed_on(result, watch)
             elif isinstance(result, tuple | list):
-                result = batches.apply(lambda tensor: _passed_on(tensor, tape), result)
+                result = batches.apply(lambda tensor: _passed_on(tensor, watch), result)
             if tape is not None and call is not None:
                 tape.after(call, result)
         return result
 
 
-def _open_tape_of(tensor: Tensor) -> LossTape | None:
-    known = _TAPES.get(tensor)
-    tape = None if known is None else known()
-    return tape if tape is not None and tape.open else None
+def _backward(
+    watch: LossWatch, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any
+) -> None:
+    """``loss.backward(gradient, ...)``, begun as the watch says."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = watch.before_backward(loss, gradient)
+        with watch.differentiating():
+            loss.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _reconsider(written: object, tape: LossTape | None) -> None:
+def _watch_of(tensor: Tensor) -> LossWatch | None:
+    known = _WATCHES.get(tensor)
+    return None if known is None else known()
+
+
+def _reconsider(written: object, watch: LossWatch | None) -> None:
     """A plain tensor that outputs were written into (``rows[:] = outputs``) is an output too.
 
     What was made of outputs and then opened to gradients of its own (``scale.requires_grad_()``) is none.
@@ -116,37 +131,63 @@ def _reconsider(written: object, tape: LossTape | None) -> None:
         return
     if type(written) is Tensor and not written.is_leaf:
         written.__class__ = WatchedOutput
-        _passed_on(written, tape)
+        _passed_on(written, watch)
     elif isinstance(written, WatchedOutput) and written.is_leaf:
         written.__class__ = Tensor  # type: ignore[assignment]
 
 
-def _passed_on(tensor: Tensor, tape: LossTape | None) -> Tensor:
+def _passed_on(tensor: Tensor, watch: LossWatch | None) -> Tensor:
     if not isinstance(tensor, WatchedOutput):
         return tensor
-    if tape is not None:
-        _TAPES[tensor] = weakref.ref(tape)
-    elif not tensor.requires_grad:
+    taped = watch is not None and watch.tape is not None and watch.tape.open
+    if not tensor.requires_grad and not taped:
         return tensor.as_subclass(Tensor)
+    if watch is not None:
+        _WATCHES[tensor] = weakref.ref(watch)
     return tensor
 
 
-def _refuse_strangers(given: Sequence[Tensor]) -> None:
-    """What is trained beside the model sees records without noise, and shows them to the model in the next step."""
+def _without_strangers(
+    function: Callable[..., Any],
+    given: Sequence[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    watch: LossWatch | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What is trained beside the model sees records without noise, and shows them to the model in the next step.
+
+    Returns:
+        The arguments; a penalty on weights, which sees no record, has a stand-in.
+
+    Raises:
+        MisuseError: for anything else that is trained.
+    """
     if not any(isinstance(tensor, WatchedOutput) and tensor.requires_grad for tensor in given):
-        return
+        return args, kwargs
     for tensor in given:
-        if not isinstance(tensor, WatchedOutput) and tensor.requires_grad and _trained(tensor):
-            raise MisuseError(
-                "a tensor that requires a gradient was combined with outputs of the private model: a head, a loss with "
-                "weights of its own, a penalty. Its gradient is neither clipped nor noised, and what it learns reaches "
-                "the model. Make one model of all that is trained, leave penalties on weights to the optimizer's "
-                "weight_decay, and run a fixed model (a teacher) under torch.no_grad()"
-            )
+        if isinstance(tensor, WatchedOutput) or not tensor.requires_grad:
+            continue
+        leads_to = list(_trained_by(tensor))
+        if not leads_to:
+            continue
+        stand_in = None if watch is None else watch.without_penalty(function, tensor, leads_to)
+        if stand_in is None:
+            raise MisuseError(_TRAINED_BESIDE)
+        _LEAVES[stand_in] = True
+        args, kwargs = _exchanged(tensor, stand_in, args), _exchanged(tensor, stand_in, kwargs)
+    return args, kwargs
 
 
-def _trained(tensor: Tensor) -> bool:
-    """Whether a gradient of it would arrive anywhere but at outputs of the model."""
+def _exchanged(one: Tensor, other: Tensor, given: Any) -> Any:
+    return batches.apply(lambda tensor: other if tensor is one else tensor, given)
+
+
+def _trained_by(tensor: Tensor) -> Iterator[Tensor]:
+    """Where a gradient of it would arrive, but for outputs of the model."""
+    if tensor.is_leaf:
+        if tensor not in _LEAVES:
+            yield tensor
+        return
     waiting: list[Any] = [tensor.grad_fn]
     seen = set()
     while waiting:
@@ -156,6 +197,14 @@ def _trained(tensor: Tensor) -> bool:
         seen.add(node)
         arrives_at = getattr(node, "variable", None)
         if arrives_at is not None and arrives_at not in _LEAVES:
-            return True
+            yield arrives_at
         waiting.extend(following for following, _ in node.next_functions)
-    return tensor.is_leaf
+
+
+_TRAINED_BESIDE = (
+    "a tensor that requires a gradient was combined with outputs of the private model: a head, a loss with weights of "
+    "its own, a penalty that is no plain sum of squared weights added to the loss. Its gradient is neither clipped nor "
+    "noised, and what it learns reaches the model. Make one model of all that is trained, leave penalties on weights "
+    "to the optimizer's weight_decay (lambda * sum of squares is weight_decay=2*lambda), and run a fixed model (a "
+    "teacher) under torch.no_grad()"
+)

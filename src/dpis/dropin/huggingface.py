@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from dpis import batches
 from dpis.dropin import PrivacyEngine, PrivateModule, PrivateOptimizer
-from dpis.dropin.row_losses import RowLosses, classification_losses
+from dpis.dropin.row_losses import RowLosses, classification_losses, labels_among
 from dpis.dropin.trainer_settings import TrainerSettings, refuse
 from dpis.errors import InputError
 from dpis.options import Privacy
@@ -42,10 +42,10 @@ With the prefix come loss, times, memory, and speeds, which are made from the tr
 class PrivateTrainer(Trainer):
     """A ``transformers.Trainer`` whose every step is one accounted, noisy release.
 
-    The model is run without labels, and every row has its own loss: a model that is given labels returns a mean over
-    the batch, perhaps over all of its tokens, which couples records. Evaluation is as ever. Values that were computed
-    from training data without noise (the training loss) are not logged. Saved models can be loaded as ever; resuming
-    is refused.
+    The model is run without labels, and every row has its own loss, of the kind that the model computes: given labels,
+    it would return a mean over the batch, perhaps over all of its tokens, which couples records. Evaluation is as ever.
+    Values that were computed from training data without noise (the training loss) are not logged. Saved models can be
+    loaded as ever; resuming is refused.
 
     Args:
         args: as for ``Trainer``.
@@ -53,7 +53,8 @@ class PrivateTrainer(Trainer):
             ``max_grad_norm`` of the arguments does nothing.
         noise_multiplier: train with this noise instead of for an epsilon.
         seed: repeatable coins and noise, for tests and research: nothing of it may be released.
-        row_losses: one loss for every row, from outputs and labels; default `classification_losses`.
+        row_losses: one loss for every row, from outputs and labels; default: the model's own, or
+            `classification_losses` where it has none.
         max_physical_batch_size: rows of a forward pass at most; batches are processed in parts. Default: whole.
         kwargs: as for ``Trainer``.
 
@@ -87,7 +88,7 @@ class PrivateTrainer(Trainer):
             privacy=privacy, noise_multiplier=noise_multiplier, seed=seed
         )
         self.privacy_engine = PrivacyEngine()
-        self._row_losses = row_losses or classification_losses
+        self._row_losses = row_losses
         self._part = max_physical_batch_size
         self._private: PrivateModule | None = None
         self._private_optimizer: PrivateOptimizer | None = None
@@ -162,7 +163,8 @@ class PrivateTrainer(Trainer):
         for start in range(0, rows, size):  # nobody was drawn: the step is noise alone
             stop = min(rows, start + size)
             part = batches.apply(lambda t, a=start, b=stop: t[a:b], inputs)  # type: ignore[misc]
-            losses = self._losses_of(self._private, part)
+            with self.accelerator.autocast():
+                losses = self._losses_of(self._private, part)
             losses.mean().backward()  # type: ignore[no-untyped-call]
             total += losses.detach().sum().as_subclass(Tensor)
             if stop < rows:
@@ -171,15 +173,20 @@ class PrivateTrainer(Trainer):
                 self._private_optimizer.signal_skip_step(do_skip=False)
         return total / max(1, rows)
 
-    def _losses_of(self, model: nn.Module, inputs: Any) -> Tensor:
-        given = dict(inputs)
-        labels = given.pop("labels", None)
-        if labels is None:
+    def _losses_of(self, model: PrivateModule, inputs: Any) -> Tensor:
+        given, labels = labels_among(inputs)
+        if not labels:
             raise InputError(f"every row needs labels, found {', '.join(given)}")
-        losses = self._row_losses(model(**given), labels)
-        if losses.shape != labels.shape[:1]:
+        kind = model.head_losses.kind((), given, labels)
+        outputs = model(**given)
+        if self._row_losses is None and kind is not None:
+            losses = kind(outputs, labels)
+        else:
+            losses = (self._row_losses or classification_losses)(outputs, labels["labels"])
+        rows = batches.rows(labels)
+        if losses.shape != (rows,):
             raise InputError(
-                f"row_losses must return one loss for each of {len(labels)} rows, found shape {tuple(losses.shape)}: "
+                f"row_losses must return one loss for each of {rows} rows, found shape {tuple(losses.shape)}: "
                 "a loss over the batch couples records, and the guarantee would not hold"
             )
         return losses
@@ -211,11 +218,10 @@ def _refuse_settings(args: Any) -> None:
             "every batch is one accounted step; give per_device_train_batch_size the batch size that is wanted, and "
             "max_physical_batch_size to process it in parts"
         )
-    for name in ("fp16", "bf16"):
-        if getattr(args, name, False):
-            problems[f"{name}=True"] = (
-                "rounded norms would not bound a record's contribution; use float32"
-            )
+    if getattr(args, "fp16", False):
+        problems["fp16=True"] = (
+            "its loss scale, and which steps it skips, follow the gradients without noise; use bf16=True"
+        )
     tokens_seen = getattr(args, "include_num_input_tokens_seen", "no")
     if tokens_seen not in ("no", False, None):
         problems[f"include_num_input_tokens_seen={tokens_seen}"] = (

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpis.coupling.outputs import watched_outputs
+from dpis.coupling.forbidden_layers import fix_frozen_statistics
 from dpis.coupling.writes import unwritten
+from dpis.dropin.row_losses import HeadLosses, labels_among, with_loss
 from dpis.dropin.session import Session
 from dpis.errors import MisuseError
 
@@ -20,18 +21,28 @@ class PrivateModule(nn.Module):
 
     Like Opacus's ``GradSampleModule`` it keeps the model as ``_module`` and passes on its attributes. A copy (by
     ``copy.deepcopy`` or pickle) can be evaluated, averaged or saved, not trained.
+
+    A model that computes its loss from ``labels`` is run without them; the mean of every row's own loss stands in.
+
+    Attributes:
+        head_losses: which loss the model computes from labels.
     """
+
+    head_losses: HeadLosses
 
     def __init__(self, module: nn.Module, session: Session | None) -> None:
         super().__init__()
         self._module = module
         self.training = module.training
         object.__setattr__(self, "_session", session)
+        if session is not None:
+            self.head_losses = HeadLosses(module, lambda: session.gradients.undisturbed())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
         if not self.training:
             return self._module(*args, **kwargs)
+        fix_frozen_statistics(self._module)
         if not torch.is_grad_enabled():
             return self._look(args, kwargs)
         session: Session | None = self.__dict__["_session"]
@@ -40,8 +51,13 @@ class PrivateModule(nn.Module):
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
                 " Train the model that make_private returned; call eval() on the copy to evaluate it"
             )
-        outputs = _uncompiled(session.run)(args, kwargs)
-        return watched_outputs(outputs, session.tape if session.looks_now else None)
+        run = _uncompiled(session.run)
+        given, labels = labels_among(kwargs)
+        kind = self.head_losses.kind(args, given, labels)
+        if kind is None:
+            return run(args, kwargs)
+        outputs = run(args, given)
+        return with_loss(outputs, kind(outputs, labels).mean())
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""
@@ -57,7 +73,7 @@ class PrivateModule(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None}
+        return {**self.__dict__, "_session": None, "head_losses": None}
 
     def to_standard_module(self) -> nn.Module:
         """The model itself, for whatever comes after private training: no private step follows."""

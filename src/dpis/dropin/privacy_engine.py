@@ -16,7 +16,7 @@ from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
 from dpis.dropin.request import Request
-from dpis.dropin.session import FULL_PRECISION, SUM_INSTEAD, Session
+from dpis.dropin.session import Session
 from dpis.dropin.spent import SpentSoFar
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
@@ -138,7 +138,7 @@ class PrivacyEngine:
                 "PrivacyEngine for another"
             )
         module, optimizer, loader = request.module, request.optimizer, request.data_loader
-        _checked_module(module, mean=request.loss_reduction == "mean")
+        _checked_module(module)
         checked_optimizer(optimizer, module)
         gradients = DeferredGradients(module, batch_first=request.batch_first)
         self._key = Key.fresh() if request.seed is None else Key.from_seed(request.seed)
@@ -275,7 +275,7 @@ class PrivacyEngine:
         data_loader: DataLoader[Any] | None = None,
     ) -> None:
         """Raise if the module couples records, the optimizer steps another, or the loader cannot be sampled."""
-        _checked_module(module, mean=False)
+        _checked_module(module)
         if optimizer is not None:
             checked_optimizer(optimizer, module)
         if data_loader is not None:
@@ -289,7 +289,7 @@ class PrivacyEngine:
         return ModuleValidator.fix(module)
 
 
-def _checked_module(module: nn.Module, *, mean: bool) -> nn.Module:
+def _checked_module(module: nn.Module) -> nn.Module:
     if isinstance(module, PrivateModule):
         raise InputError("the module is private already: give the one it was made from")
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -302,11 +302,4 @@ def _checked_module(module: nn.Module, *, mean: bool) -> nn.Module:
     kinds = {p.dtype for p in module.parameters() if p.requires_grad}
     if any(kind.is_complex for kind in kinds):
         raise InputError("trainable parameters must be real numbers, found complex ones")
-    halved = sorted(str(kind) for kind in kinds if kind not in FULL_PRECISION)
-    if mean and halved:
-        raise InputError(
-            f"trainable parameters must be float32 or float64 for a mean, found {', '.join(halved)}: gradients are "
-            "rounded after they were divided by the number of drawn records, so one record would change those of all "
-            f"others. {SUM_INSTEAD}"
-        )
     return checked_model(module)

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -16,40 +15,21 @@ from dpis import batches
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
-from dpis.coupling.outputs import unwatch
+from dpis.coupling.loss_watch import FULL_PRECISION, LossRules, LossWatch
+from dpis.coupling.outputs import unwatch, watched_outputs
+from dpis.coupling.own_means import OwnMeans
 from dpis.coupling.padding import PaddedOtherwise
 from dpis.coupling.padding_trials import PaddingTrials
+from dpis.coupling.weight_penalty import WeightPenalty
 from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
+from dpis.dropin.step import PhysicalBatch, RunRows, Step
 from dpis.dropin.workers import Places
 from dpis.errors import CouplingError, MisuseError
 from dpis.generators import chance_of, seeded_generators
-from dpis.gradients.deferred import DeferredGradients, Pass
+from dpis.gradients.deferred import DeferredGradients, Pass, joined
 from dpis.mechanism import Mechanism
-from dpis.mechanism.gradient_sum import GradientSum
-from dpis.sampling import Draw
-
-FULL_PRECISION = (torch.float32, torch.float64)
-SUM_INSTEAD = (
-    "Sum the loss over the batch (reduction='sum') and say so by make_private(loss_reduction='sum'), or train in "
-    "float32"
-)
-
-
-@dataclass(frozen=True, eq=False)
-class PhysicalBatch:
-    """A draw, or consecutive records of it.
-
-    Attributes:
-        draw: what it belongs to.
-        indices: its records.
-        last: whether the step follows it.
-    """
-
-    draw: Draw
-    indices: list[int]
-    last: bool
 
 
 class Session:
@@ -72,23 +52,27 @@ class Session:
     ) -> None:
         self.mechanism, self.gradients = mechanism, gradients
         self.stepping = False
-        self._mean, self._as_delivered = mean, as_delivered
+        self._as_delivered = as_delivered
         self._iteration: object | None = None
         self._ahead: deque[PhysicalBatch] = deque()
-        self._current: PhysicalBatch | None = None
-        self._delivered = Delivered((), 0, gradients.row_dim)
-        self._padded_otherwise: Sequence[PaddedOtherwise] = ()
-        self._expected = 0  # rows of the draw that were delivered so far
-        self._passes: list[Pass] = []
-        self._trials = PaddingTrials(gradients.agree)
+        self._step: Step | None = None
+        self._trials = PaddingTrials(lambda *given: self.gradients.agree(*given))
         self._probe = LossProbe()
-        self._tape: LossTape | None = None
-        self._sum: GradientSum | None = None
-        self._state: ModelState | None = None  # at the first forward pass of the step
+        self._rules = LossRules(mean, OwnMeans(), WeightPenalty(), self._look_at_loss)
         self._template: Any = None
         self._looks = Looks()  # at forward passes
         self._closed = False
         self._refusal: CouplingError | None = None
+        self._all_parameters = dict(gradients.module.named_parameters())
+        self._guards: list[Any] = []
+        self._train(gradients)
+
+    def _train(self, gradients: DeferredGradients) -> None:
+        """From now on these parameters are trained, and no gradient may arrive at them by itself."""
+        self.gradients = gradients
+        self._rules.penalty.begin(gradients.parameters)
+        while self._guards:
+            self._guards.pop().remove()
         self._guards = [
             parameter.register_post_accumulate_grad_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
             for parameter in gradients.parameters.values()
@@ -159,13 +143,17 @@ class Session:
         """
         self._require_current(iteration)
         self.require_stepped()
-        self._current = self._ahead.popleft()
-        if self._sum is None:
-            self._sum = self.mechanism.start_sum(self._current.draw, self.gradients.parameters)
-        rows = len(self._current.indices)
-        self._expected += rows
-        self._delivered = Delivered.of(batch, rows, self.gradients.row_dim)
-        self._padded_otherwise = padded_otherwise
+        part = self._ahead.popleft()
+        delivered = Delivered.of(batch, len(part.indices), self.gradients.row_dim)
+        if self._step is None:
+            total = self.mechanism.start_sum(part.draw, self.gradients.parameters)
+            self._step = Step(total, None, delivered)
+        self._step.deliver(part, delivered, padded_otherwise)
+
+    @property
+    def _current(self) -> PhysicalBatch | None:
+        """The batch that was delivered last and is not yet folded into a sum."""
+        return None if self._step is None else self._step.batch
 
     def require_stepped(self) -> None:
         """Before the next batch is taken."""
@@ -173,18 +161,20 @@ class Session:
             raise MisuseError(
                 "the next batch was taken before optimizer.step() was called for the last one: its noisy gradient was "
                 "not released, and which steps are left out would tell about the records. Call optimizer.step() for "
-                "every batch, empty ones too. To look at records without training, use the loader you made this from"
+                "every batch, empty ones too. To accumulate gradients over several batches, give the loader the batch "
+                "size that is wanted, and BatchMemoryManager what fits into memory. To look at records without "
+                "training, use the loader you made this from"
             )
 
     # ── the module's side ────────────────────────────────────────────────────────────────────────────
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's outputs for a batch, or a part of it, open to gradients."""
+        """The model's outputs for a batch, or a part of it, open to gradients and watched."""
         self._require_open()
-        self._require_unchanged()
-        if self._current is None or self._sum is None:
-            return self._look(args, kwargs)
-        self._require_full_precision()
+        self._follow_thaws()
+        step = self._step
+        if step is None or step.batch is None:
+            return watched_outputs(self._look(args, kwargs))
         inputs = list(batches.tensors((args, dict(kwargs))))
         if any(tensor.requires_grad for tensor in inputs):
             raise MisuseError(
@@ -192,49 +182,66 @@ class Session:
                 "what comes before it would neither be trained nor be protected. Make one model of all that is "
                 "trained, or detach the input"
             )
-        if not self._current.indices:
+        if not step.batch.indices:
             if inputs and all(tensor.numel() for tensor in inputs):
-                self._require_rows(1)
-            with self._masks(0):
-                return empty_outputs(self.gradients.module, args, kwargs, self._template)
-        if self._mean and any(not passed.backward_done for passed in self._passes):
-            raise MisuseError(
-                "the model was run on a second part of the batch before backward of the first: a mean over both would "
-                "be scaled by the number of drawn records, which is private. Call backward for each part, or run the "
-                "model on the whole batch"
-            )
-        before = self._sum.records + sum(p.rows for p in self._passes)
-        start = before - (self._expected - len(self._current.indices))
-        self._require_delivered(inputs, start)
-        if self._state is None:
-            self._state = ModelState(self.gradients.module, closely=self.looks_now)
-        with self._masks(before):
+                self._require_rows(step, 1)
+            with self._masks(0, 0):
+                blank = empty_outputs(self.gradients.module, args, kwargs, self._template)
+            step.blank = self._new_watch(step, 0, half=False)
+            return watched_outputs(blank, step.blank)
+        seen = step.whole_batch_run
+        self._require_backward(step, but=seen)
+        before = step.covered - (0 if seen is None else seen.rows)
+        start = before - (step.expected - len(step.batch.indices))
+        self._require_delivered(step, inputs, start)
+        if step.state is None:
+            step.state = ModelState(self.gradients.module, closely=self.looks_now)
+        with self._masks(before, 0 if seen is None else len(seen.passes)):
             passed = self.gradients.run(args, kwargs)
-        self._state.check_unwritten()
-        self._require_rows(before + passed.rows)
+        step.state.check_unwritten()
+        self._require_rows(step, before + passed.rows, whole=seen is not None)
         self._template = passed.blank if self._template is None else self._template
-        self._passes.append(passed)
         self._trials.prepare(
             passed,
             range(start, start + passed.rows),
             (args, dict(kwargs)),
-            self._delivered.numbers_of,
-            self._padded_otherwise,
+            step.delivered.numbers_of,
+            step.padded_otherwise,
         )
-        self._looks.due()
-        return passed.outputs
+        if seen is None:
+            self._looks.due()
+            watch = self._new_watch(step, passed.rows, half=self._half(passed))
+            seen = RunRows(passed.rows, watch, [])
+            step.run.append(seen)
+        seen.passes.append(passed)
+        seen.watch.open(passed.leaves)
+        return watched_outputs(passed.outputs, seen.watch)
 
-    def _masks(self, start: int) -> AbstractContextManager[None]:
+    def _new_watch(self, step: Step, rows: int, *, half: bool) -> LossWatch:
+        if rows and self.looks_now and step.tape is None:
+            step.tape = LossTape()
+        return LossWatch(rows, self._rules, half=half, tape=step.tape if rows else None)
+
+    def _half(self, passed: Pass) -> bool:
+        """Whether the model computes in half precision, wherever that was said."""
+        kinds = {p.dtype for p in self.gradients.parameters.values()} | passed.kinds
+        autocast = any(
+            torch.is_autocast_enabled(p.device.type) for p in self.gradients.parameters.values()
+        )
+        return autocast or bool(kinds - set(FULL_PRECISION))
+
+    def _masks(self, start: int, view: int) -> AbstractContextManager[None]:
         """Dropout of the rows from this one on: a function of key, step and place, the same if they are run again."""
-        return seeded_generators(self.mechanism.chance(f"model:{start}", self.mechanism.step))
+        purpose = f"model:{start}" if view == 0 else f"model:{start}:{view}"
+        return seeded_generators(self.mechanism.chance(purpose, self.mechanism.step))
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The outputs for rows that nobody drew: they can be looked at. Gradients of theirs are refused on arrival."""
         with unwritten(self.gradients.module):
             return self.gradients.module(*args, **kwargs)
 
-    def _require_delivered(self, inputs: list[Tensor], start: int) -> None:
-        if self._as_delivered and self._delivered.contradicts(inputs, start):
+    def _require_delivered(self, step: Step, inputs: list[Tensor], start: int) -> None:
+        if self._as_delivered and step.delivered.contradicts(inputs, start):
             raise MisuseError(
                 "the model was given other records than the loader delivered, or in another order: whoever was not "
                 "drawn by a coin has no amplification, a mixture of records is not bounded by the clip norm, and norms "
@@ -243,61 +250,63 @@ class Session:
                 "make_private(inputs_as_delivered=False), and nobody checks"
             )
 
-    def _require_rows(self, rows: int) -> None:
-        if rows > self._expected:
+    def _require_backward(self, step: Step, but: RunRows | None) -> None:
+        if self._rules.mean and any(r is not but and not r.backward_done for r in step.run):
             raise MisuseError(
-                f"{self._expected} records were drawn for this step, and the model has now been run on {rows}: a "
-                "record would count twice, or was not drawn, and the clip norm would not bound what it adds. "
-                "Run the model once on every row of the loader's batch before optimizer.step(); what is only looked at "
-                "belongs under torch.no_grad()"
+                "the model was run on a second part of the batch before backward of the first: a mean over both would "
+                "be scaled by the number of drawn records, which is private. Call backward for each part, or run the "
+                "model on the whole batch"
             )
 
-    def _require_unchanged(self) -> None:
-        """The recorder looks too; here it is said in the words of the loop."""
+    def _require_rows(self, step: Step, rows: int, *, whole: bool = False) -> None:
+        """Not more than were drawn; for a second view of the batch, not fewer either."""
+        if rows > step.expected or (whole and rows != step.expected):
+            raise MisuseError(
+                f"{step.expected} records were drawn for this step, and the model has now been run on {rows}: a "
+                "record would count twice, or was not drawn, and the clip norm would not bound what it adds. "
+                "Run the model on every row of the loader's batch before optimizer.step(), once or, for two views of a "
+                "record, on the whole batch each time; what is only looked at belongs under torch.no_grad()"
+            )
+
+    def _follow_thaws(self) -> None:
+        """Between two steps parameters may be frozen or thawed; the recorder looks at all else, in its own words."""
         known = self.gradients.parameters
         now = {n: p for n, p in self.gradients.module.named_parameters() if p.requires_grad}
-        if now.keys() != known.keys() or any(now[name] is not known[name] for name in known):
+        if now.keys() == known.keys() and all(now[name] is known[name] for name in known):
+            return
+        begun = self._step is not None and self._step.covered > 0
+        if begun or any(p is not self._all_parameters.get(name) for name, p in now.items()):
             raise MisuseError(
-                "the model was changed after make_private: trainable parameters were replaced, added, frozen or "
-                "thawed. Their gradients would be neither clipped nor noised. Change the model first, then make it "
-                "private"
+                "the model was changed after make_private: trainable parameters were replaced or added, or some were "
+                "frozen or thawed in the middle of a step. Their gradients would be neither clipped nor noised. Change "
+                "the model first, then make it private; freeze and thaw between two steps"
             )
-
-    def _require_full_precision(self) -> None:
-        """Gradients of a mean carry the number of rows: rounded to half precision, all of them move with one record."""
-        parameters = self.gradients.parameters.values()
-        halved = any(p.dtype not in FULL_PRECISION for p in parameters)
-        autocast = any(torch.is_autocast_enabled(p.device.type) for p in parameters)
-        if self._mean and (halved or autocast):
-            raise MisuseError(
-                "float32 or float64 is required for a mean, found autocast or a model in half precision: gradients are "
-                "rounded after they were divided by the number of drawn records, so one record more would change those "
-                f"of all others, by more than the noise is made for. {SUM_INSTEAD}"
-            )
+        self._train(
+            DeferredGradients(self.gradients.module, batch_first=self.gradients.row_dim == 0)
+        )
+        if self._step is not None:
+            self._step.sum = self.mechanism.start_sum(self._step.sum.draw, now)
 
     @property
     def looks_now(self) -> bool:
         """Whether to look at the loss of the last forward pass: at the 1st, 2nd, 4th, 8th, ..."""
         return self._looks.now
 
-    @property
-    def tape(self) -> LossTape:
-        """Where to write down what is made of the outputs of this step."""
-        if self._tape is None:
-            self._tape = LossTape(self._look_at_loss)
-        return self._tape
-
-    def _look_at_loss(self, tape: LossTape, loss: Tensor, gradient: Tensor | None) -> None:
-        self._refuse_scaled_part(loss)
+    def _look_at_loss(self, watch: LossWatch, loss: Tensor, gradient: Tensor | None) -> None:
+        step = self._step
+        assert step is not None
+        assert watch.tape is not None
+        self._refuse_scaled_part(step, loss)
         self._looks.showed(False)  # after a refusal the next loss is looked at, too
-        self._probe.refuse_coupled(loss, gradient, [p.leaves for p in self._passes], tape)
+        outputs = [[leaf for p in rows.passes for leaf in p.leaves] for rows in step.run]
+        self._probe.refuse_coupled(loss, gradient, outputs, watch.tape)
         self._looks.showed(True)
 
-    def _refuse_scaled_part(self, loss: Tensor) -> None:
+    def _refuse_scaled_part(self, step: Step, loss: Tensor) -> None:
         """The mean over a part counts as it is: a share of the batch on top of it would be taken for a weight."""
-        whole = 0 if self._current is None else len(self._current.indices)
-        rows = sum(passed.rows for passed in self._passes if not passed.backward_done)
-        if not self._mean or not 0 < rows < whole:
+        whole = 0 if step.batch is None else len(step.batch.indices)
+        rows = sum(rows.rows for rows in step.run if not rows.backward_done)
+        if not self._rules.mean or not 0 < rows < whole:
             return
         shares = rows / whole, 1 / -(-whole // rows)
         if any(math.isclose(factor_of(loss), share, rel_tol=1e-5) for share in shares):
@@ -308,47 +317,48 @@ class Session:
                 "loader to BatchMemoryManager, which makes the parts"
             )
 
-    def _close_tape(self) -> None:
-        if self._tape is not None:
-            unwatch(self._tape)
-        self._tape = None
-
     # ── the optimizer's side ─────────────────────────────────────────────────────────────────────────
 
     def clear(self) -> None:
         """`zero_grad`: gradients that have arrived are dropped; a forward pass without any goes on."""
-        self._drop([p for p in self._passes if p.backward_done])
-
-    def _drop(self, passes: list[Pass]) -> None:
-        self._trials.forget(passes)
-        self._passes = [p for p in self._passes if p not in passes]
+        for rows in [] if self._step is None else self._step.run:
+            self._trials.forget([p for p in rows.passes if p.backward_done])
+            rows.passes = [p for p in rows.passes if not p.backward_done]
+        if self._step is not None:
+            self._step.run = [rows for rows in self._step.run if rows.passes]
 
     def fold(self) -> None:
         """Add up what has arrived: the rows of a physical batch make room for the next."""
         self._require_open()
-        if self._current is None or self._sum is None:
+        step = self._step
+        if step is None or step.batch is None:
             raise MisuseError(
                 "optimizer.step() without a batch: one step is accounted for every batch of the private loader, and "
                 "that of the last one was taken already. A second one would be released without being accounted for. "
                 "Take the next batch first"
             )
-        if any(not passed.backward_done for passed in self._passes):
+        if any(not rows.backward_done for rows in step.run):
             raise MisuseError(
                 "optimizer.step() was called after a forward pass without backward: its records would be missing "
                 "from the sum, which changes who is sampled. Call loss.backward() on the loss of these outputs first"
             )
         try:
             self._hold_trials()
-            for passed in self._passes:
-                scale = float(passed.rows) if self._mean else 1.0
-                self.mechanism.add(self._sum, self.gradients.tape(passed, scale))
+            for rows in step.run:
+                tapes = [self.gradients.tape(passed, rows.watch.scale) for passed in rows.passes]
+                self.mechanism.add(step.sum, joined(tapes))
         except (
             BaseException
         ):  # a part may have been added: the draw is delivered again, and summed up anew
             self._forget()
             raise
-        self._passes = []
-        self._close_tape()
+        self._end_rows(step)
+
+    def _end_rows(self, step: Step) -> None:
+        for rows in step.run:
+            unwatch(rows.watch)
+            self._trials.forget(rows.passes)
+        step.run, step.tape = [], None
 
     def _hold_trials(self) -> None:
         """A model that sees padding will see it again, when nobody looks: it is refused for good."""
@@ -361,23 +371,25 @@ class Session:
     def release(self) -> dict[str, Tensor] | None:
         """The noisy gradient of this step; None, while parts of the draw are to come."""
         self.fold()
-        assert self._current is not None
-        assert self._sum is not None
-        missing = self._expected - self._sum.records
+        step = self._step
+        assert step is not None
+        assert step.batch is not None
+        missing = step.expected - step.sum.records
         if missing > 0:
             raise MisuseError(
-                f"{missing} of {self._expected} drawn records had no forward and backward pass (or their gradients "
+                f"{missing} of {step.expected} drawn records had no forward and backward pass (or their gradients "
                 "were dropped by zero_grad() after backward): leaving some out by hand changes who is sampled. Run the "
                 "model, in training mode, on the whole batch of the loader"
             )
-        if not self._current.last:
-            self._current = None
+        if not step.batch.last:
+            step.batch = None
             return None
-        if self._state is not None:
-            self._state.check_unwritten()
-        update = self.mechanism.release_sum(self._sum)
+        if step.state is not None:
+            step.state.check_unwritten()
+        update = self.mechanism.release_sum(step.sum)
         self._forget_draw()
-        return update if self._mean else self._as_sum(update)
+        update = update if self._rules.mean else self._as_sum(update)
+        return self._rules.penalty.add_to(update)
 
     def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""
@@ -392,12 +404,9 @@ class Session:
         self._forget_draw()
 
     def _forget_draw(self) -> None:
-        self._drop(self._passes)
-        self._close_tape()
-        self._state = None
-        self._expected = 0
-        self._current = self._sum = None
-        self._delivered = Delivered((), 0, self.gradients.row_dim)
+        if self._step is not None:
+            self._end_rows(self._step)
+        self._step = None
 
     def _require_open(self) -> None:
         if self._refusal is not None:
@@ -435,7 +444,8 @@ def _refuse_gradient(parameter: Tensor) -> None:
     raise MisuseError(
         "a gradient arrived at a parameter past the private model, or from a batch that did not come from the private "
         "loader: it is neither clipped nor noised, and nobody was sampled by coins, so a step with it would "
-        "not be private. Call the model that make_private returned, in training mode (model.train()), on batches of "
-        "the loader that make_private returned, and leave penalties on weights to the optimizer's weight_decay. To "
+        "not be private. Call the model that make_private returned (itself, not a layer or a method of it: let forward "
+        "choose), in training mode (model.train()), on batches of the loader that make_private returned, and leave "
+        "penalties on weights to the optimizer's weight_decay. To "
         "evaluate use torch.no_grad(); for gradients of inputs use torch.autograd.grad"
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,9 @@ from dpis.coupling.agreement import without_dropout
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
+from dpis.gradients.parts import without_overlap
 from dpis.gradients.recorder import Recorder, WatchedPass
-from dpis.gradients.tape import Tape
+from dpis.gradients.tape import Tape, full_precision
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
 
@@ -31,6 +33,7 @@ class Pass:
         leaves: the outputs that gradients arrive at, and which dimension of each counts rows.
         inputs: what the model was called with, rows first.
         precision: the autocast in which it was run, for once more.
+        kinds: the types of numbers that the model returned; leaves are float32 at least.
     """
 
     outputs: Any
@@ -38,6 +41,7 @@ class Pass:
     leaves: list[tuple[Tensor, int]]
     inputs: Inputs
     precision: Callable[[], torch.autocast]
+    kinds: frozenset[torch.dtype]
     _forward: WatchedPass[Any]
 
     @property
@@ -57,6 +61,13 @@ class Pass:
         return batches.apply(without_rows, self.outputs)
 
 
+class _Growing(NamedTuple):
+    """Of an output: the dimension that counts rows, and how many dimensions there are."""
+
+    dim: int
+    dimensions: int
+
+
 class DeferredGradients:
     """A module that is run now, and asked for per-example gradients after a backward pass.
 
@@ -69,7 +80,7 @@ class DeferredGradients:
     def __init__(self, module: nn.Module, *, batch_first: bool = True, check: bool = True) -> None:
         self.module = checked_model(module)
         self.row_dim = 0 if batch_first else 1
-        self._output_dims: list[int | None] | None = None
+        self._output_dims: list[_Growing | None] | None = None
         self._recorder = Recorder(self.module, self._row_values, 1, check)
         self.parameters = self._recorder.parameters
         if not self.parameters:
@@ -85,12 +96,17 @@ class DeferredGradients:
         watched = _open_to_gradients(forward.outputs)
         if not watched:
             raise InputError(NOTHING_TO_TRAIN)
-        leaves = {id(t): t.detach().requires_grad_() for t in watched}
+        by_row = self._with_rows(watched, rows)
+        leaves = {
+            id(t): _full(b.detach()).requires_grad_() for t, b in zip(watched, by_row, strict=True)
+        }
         device = batches.device(inputs).type
         return Pass(
             outputs=batches.apply(lambda t: leaves.get(id(t), t), forward.outputs),
             rows=rows,
-            leaves=[(leaves[id(t)], self._dim_of_rows(t, rows, i)) for i, t in enumerate(watched)],
+            leaves=[
+                (leaf, self._dim_of_rows(leaf, rows, i)) for i, leaf in enumerate(leaves.values())
+            ],
             inputs=inputs,
             precision=partial(
                 torch.autocast,
@@ -98,6 +114,7 @@ class DeferredGradients:
                 dtype=torch.get_autocast_dtype(device),
                 enabled=torch.is_autocast_enabled(device),
             ),
+            kinds=frozenset(t.dtype for t in watched),
             _forward=forward,
         )
 
@@ -117,6 +134,10 @@ class DeferredGradients:
         total = torch.stack([product.float() for product in products]).sum()
         directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, passed.leaves, strict=True)]
         return self._recorder.tape(passed._forward, total, (*passed.inputs, directions))
+
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """To look around with the model leaves no trace: neither in the random stream nor in the buffers."""
+        return self._recorder.undisturbed()
 
     def agree(self, passed: Pass, row: int, padded: Inputs, alone: Inputs) -> bool:
         """Whether a row has the same outputs and gradients, padded or not, wherever the loss looked at its outputs.
@@ -145,8 +166,9 @@ class DeferredGradients:
         """What comes out and is open to gradients, rows first."""
         args, kwargs = self._exchanged(inputs)
         with torch.enable_grad():
-            opened = enumerate(_open_to_gradients(self.module(*args, **kwargs)))
+            outputs = _open_to_gradients(self.module(*args, **kwargs))
         rows = batches.rows(inputs)
+        opened = enumerate(self._with_rows(outputs, rows))
         return [t.detach().movedim(self._dim_of_rows(t, rows, i), 0) for i, t in opened]
 
     def _row_values(self, module: nn.Module, batch: Any) -> Tensor:
@@ -158,7 +180,7 @@ class DeferredGradients:
         if not opened:
             raise InputError(NOTHING_TO_TRAIN)
         values = torch.zeros(rows, device=opened[0].device)
-        for number, tensor in enumerate(opened):
+        for number, tensor in enumerate(self._with_rows(opened, rows)):
             by_row = tensor.movedim(self._dim_of_rows(tensor, rows, number), 0).reshape(rows, -1)
             if directions:
                 direction = directions[number].reshape(rows, -1)
@@ -168,8 +190,8 @@ class DeferredGradients:
             values = values + (by_row * direction.to(by_row)).sum(1)
         return values
 
-    def _dims_that_grow(self, inputs: Inputs, rows: int) -> list[int | None]:
-        """For every output, the dimension that grows from two rows to three: sizes alone may agree by chance."""
+    def _dims_that_grow(self, inputs: Inputs, rows: int) -> list[_Growing | None]:
+        """For every output, what grows from two rows to three: sizes alone may agree by chance."""
 
         def sizes(count: int) -> list[torch.Size]:
             index = torch.arange(count, device=batches.device(inputs)) % rows
@@ -186,16 +208,28 @@ class DeferredGradients:
     def _dim_of_rows(self, tensor: Tensor, rows: int, number: int) -> int:
         """Which dimension of an output counts rows."""
         known = self._output_dims or []
-        likely = known[number] if number < len(known) else None
+        growing = known[number] if number < len(known) else None
+        likely = self.row_dim if growing is None else growing.dim
         others = (dim for dim in range(tensor.ndim) if dim != self.row_dim)
         for dim in (likely, self.row_dim, *others):
-            if dim is not None and dim < tensor.ndim and tensor.shape[dim] == rows:
+            if dim < tensor.ndim and tensor.shape[dim] == rows:
                 return dim
         raise InputError(
             f"every output must have one entry a row: {rows} rows went in, an output of shape {tuple(tensor.shape)} "
             "came out. A model that sums or averages over the batch (one that computes its loss, too) couples "
-            "records: the guarantee would not hold. Return one entry a row and compute the loss in the loop"
+            "records: the guarantee would not hold. Return one entry a row and compute the loss in the loop; a model "
+            "that computes its loss from labels is called without them"
         )
+
+    def _with_rows(self, outputs: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """The outputs, of which ``squeeze()`` took the dimension of rows where there is one row."""
+        known = [*(self._output_dims or []), *[None] * len(outputs)]
+        return [
+            tensor.unsqueeze(growing.dim)
+            if rows == 1 and growing is not None and tensor.ndim == growing.dimensions - 1
+            else tensor
+            for tensor, growing in zip(outputs, known, strict=False)
+        ]
 
     def _exchanged(self, inputs: Inputs) -> Inputs:
         """Where rows are the second dimension, they change places with the first; twice is as before."""
@@ -205,12 +239,31 @@ class DeferredGradients:
         return args, kwargs
 
 
+def joined(tapes: Sequence[Tape]) -> Tape:
+    """Several passes over the same records as one: clipped is the sum of a record's gradients in all of them."""
+    first, *others = tapes
+    if not others:
+        return first
+    with torch.no_grad(), full_precision(next(iter(first.parameters.values())).device):
+        parts = {
+            name: without_overlap([part for tape in tapes for part in tape.parts[name]], parameter)
+            for name, parameter in first.parameters.items()
+        }
+    return Tape(first.parameters, parts, first.records)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """In float32 at least: a loss is not rounded to half precision on its way to the model."""
+    halved = tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize
+    return tensor.float() if halved else tensor
+
+
 def _open_to_gradients(outputs: Any) -> list[Tensor]:
     return [tensor for tensor in batches.tensors(outputs) if tensor.requires_grad]
 
 
-def _grown(two: torch.Size, three: torch.Size) -> int | None:
+def _grown(two: torch.Size, three: torch.Size) -> _Growing | None:
     if len(two) != len(three):
         return None
     grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=True)) if (a, b) == (2, 3)]
-    return grown[0] if grown else None
+    return _Growing(grown[0], len(two)) if grown else None

@@ -1,0 +1,557 @@
+"""Losses as people write them: each runs as it is, or is refused with the harm and the edit.
+
+For each that runs, the law: one record more adds its own contribution to the sum, and moves nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from dpis.coupling import loss_watch
+from dpis.coupling.own_means import OwnMeans, OwnMeanWarning
+from dpis.dropin import session as session_module
+from dpis.errors import CouplingError, MisuseError
+
+from . import Loop, data, first_batch, mlp, private
+from .one_more import MOST, assert_adds_its_own, moved_by_one_more
+
+Loss = Callable[[Any, Tensor], Tensor]
+Make = Callable[[], nn.Module]
+
+TOKENS, WORDS = 5, 7
+
+
+def said(expected: bool) -> AbstractContextManager[Any]:
+    """What is replaced is said, once."""
+    return (
+        pytest.warns(OwnMeanWarning, match="averaged by themselves") if expected else nullcontext()
+    )
+
+
+def by(loss: Loss) -> Callable[..., None]:
+    """One step with a loss of outputs and targets."""
+
+    def step(loop: Loop, inputs: Tensor, targets: Tensor) -> None:
+        loop.optimizer.zero_grad()
+        loss(loop.model(inputs), targets).backward()
+        loop.optimizer.step()
+
+    return step
+
+
+# ── one target for every record ──────────────────────────────────────────────────────────────────────
+
+WEIGHT = torch.tensor([1.0, 5.0, 0.5]).double()
+
+
+def with_ignored() -> TensorDataset:
+    """A third of the targets do not count; the last one does."""
+    inputs, targets = data(MOST)[:]
+    targets[: MOST - 1 : 3] = -100
+    return TensorDataset(inputs, targets)
+
+
+def one_hot(targets: Tensor) -> Tensor:
+    return functional.one_hot(targets, 3).double()
+
+
+def loss_class_weights_and_smoothing_reduction_none(out: Tensor, y: Tensor) -> Tensor:
+    criterion = nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1, reduction="none")
+    return criterion(out, y).mean()
+
+
+def nll_with_weights(out: Tensor, y: Tensor) -> Tensor:
+    return functional.nll_loss(functional.log_softmax(out / 2, dim=1), y, WEIGHT)
+
+
+def loss_bce_multilabel_pos_weight(out: Tensor, y: Tensor) -> Tensor:
+    return nn.BCEWithLogitsLoss(pos_weight=WEIGHT)(out, one_hot(y))
+
+
+def loss_sum_reduction(out: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(out, y, WEIGHT, reduction="sum")
+
+
+def picked_by_a_mask(out: Tensor, y: Tensor) -> Tensor:
+    """A mean over those rows whose target is of a kind: how many there are is nobody's business."""
+    return functional.cross_entropy(out[y != 1], y[y != 1])
+
+
+def vae(out: Tensor, y: Tensor) -> Tensor:
+    mean, log_var = out[:, :1], out[:, 1:2]
+    kl = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1)
+    return functional.mse_loss(out[:, 2], y.double()) + kl.mean()
+
+
+LOSSES: list[tuple[Loss, bool]] = [
+    (nn.CrossEntropyLoss(weight=WEIGHT), True),
+    (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), True),
+    (nn.CrossEntropyLoss(label_smoothing=0.1), False),
+    (lambda out, y: functional.cross_entropy(out, one_hot(y), WEIGHT), True),
+    (loss_class_weights_and_smoothing_reduction_none, False),
+    (nll_with_weights, True),
+    (loss_bce_multilabel_pos_weight, False),
+    (lambda out, y: functional.mse_loss(out, one_hot(y)), False),
+    (lambda out, y: functional.huber_loss(out, one_hot(y)), False),
+    (lambda out, y: functional.binary_cross_entropy(out.sigmoid(), one_hot(y)), False),
+    (picked_by_a_mask, False),
+    (vae, False),
+]
+NAMES = ["loss_class_weights", "class_weights_and_smoothing", "loss_label_smoothing", "probabilities_and_weights",
+         "loss_class_weights_and_smoothing_reduction_none", "nll_with_weights", "loss_bce_multilabel_pos_weight",
+         "loss_mse", "huber", "bce", "picked_by_a_mask", "vae"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "replaced"), LOSSES, ids=NAMES)
+def test_losses_of_records(loss: Loss, replaced: bool) -> None:
+    with said(replaced):
+        assert_adds_its_own(by(loss), mlp, data(MOST))
+
+
+def test_loss_sum_reduction() -> None:
+    assert_adds_its_own(by(loss_sum_reduction), mlp, data(MOST), loss_reduction="sum")
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT], ids=["alone", "with weights"])
+def test_loss_ignore_index(weight: Tensor | None) -> None:
+    with said(True):
+        assert_adds_its_own(by(nn.CrossEntropyLoss(weight)), mlp, with_ignored())
+
+
+def test_a_record_whose_target_is_ignored_adds_nothing() -> None:
+    inputs, targets = data(MOST)[:]
+    targets[-1] = -100
+    with said(True):
+        moved, alone = moved_by_one_more(
+            by(nn.CrossEntropyLoss()), mlp, TensorDataset(inputs, targets)
+        )
+    assert not moved.any()
+    assert not alone.any()
+
+
+def test_what_stands_for_a_mean_with_class_weights() -> None:
+    """``w_y * l / mean(w)``, and their mean: where classes are balanced, what torch computes."""
+    loop = private(loader={"batch_size": 32})
+    _, inputs, targets = first_batch(loop)
+    with said(True):
+        ours = functional.cross_entropy(loop.model(inputs), targets, WEIGHT)
+    losses = functional.cross_entropy(loop.plain_model(inputs), targets, WEIGHT, reduction="none")
+    torch.testing.assert_close(ours.detach(), losses.detach().mean() / WEIGHT.mean())
+
+
+def test_class_weights_made_of_the_batch_are_refused() -> None:
+    def by_the_batch(out: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(out, y, 1.0 / (1 + torch.bincount(y, minlength=3)).double())
+
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    batches = iter(loop.loader)
+    with said(True):
+        by(by_the_batch)(loop, *next(batches))
+    with pytest.raises(CouplingError, match=r"same in every step.*guarantee would not hold"):
+        by(by_the_batch)(loop, *next(batches))
+
+
+@pytest.mark.parametrize("function", [functional.mse_loss, functional.huber_loss])
+def test_weights_of_rows_with_a_mean_are_refused(function: Any) -> None:
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    outputs = loop.model(inputs)
+    weight = torch.rand(outputs.shape).double()
+    with pytest.raises(
+        CouplingError, match=r"sum of the weights in the whole batch.*reduction='none'"
+    ):
+        function(outputs, one_hot(targets), weight=weight)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [nn.CrossEntropyLoss(weight=WEIGHT), picked_by_a_mask],
+    ids=["class weights", "picked by a mask"],
+)
+def test_with_torchs_own_mean_others_would_move(
+    loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnMeans, "take", lambda self, *given, **named: None)
+    moved, alone = moved_by_one_more(by(loss), mlp, data(MOST), max_grad_norm=5.0)
+    assert (moved - alone).norm() > 0.01
+
+
+# ── several targets for every record ─────────────────────────────────────────────────────────────────
+
+
+class Words(nn.Module):
+    """Scores for every word of a text; or words first, texts second."""
+
+    def __init__(self, texts_first: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(WORDS, 4).double()
+        self.scores = nn.Linear(4, WORDS).double()
+        self.texts_first = texts_first
+
+    def forward(self, words: Tensor) -> Tensor:
+        scores: Tensor = self.scores(self.table(words).cumsum(1))
+        return scores if self.texts_first else scores.transpose(0, 1)
+
+
+def texts() -> TensorDataset:
+    """Of which more and more words do not count; the one before the last has none that does."""
+    drawn = torch.randint(WORDS, (MOST, TOKENS), generator=torch.Generator().manual_seed(2))
+    targets = drawn.clone()
+    for text in range(MOST - 1):
+        targets[text, : text % (TOKENS + 1)] = -100
+    targets[-2] = -100
+    return TensorDataset(drawn, targets)
+
+
+def shifted(out: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(out[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1))
+
+
+TOKEN_LOSSES: dict[str, Loss] = {
+    "flattened": lambda out, y: functional.cross_entropy(out.view(-1, WORDS), y.view(-1)),
+    "shifted": shifted,
+    "classes second": lambda out, y: functional.cross_entropy(out.transpose(1, 2), y),
+    "half a temperature": lambda out, y: functional.cross_entropy(
+        out.flatten(0, 1) / 0.5, y.flatten()
+    ),
+    "log_softmax first": lambda out, y: functional.nll_loss(
+        out.log_softmax(2).view(-1, WORDS), y.view(-1)
+    ),
+    "picked by a mask": lambda out, y: functional.cross_entropy(out[y != -100], y[y != -100]),
+    "with weights": lambda out, y: functional.cross_entropy(
+        out.view(-1, WORDS), y.view(-1), torch.arange(1.0, WORDS + 1).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", TOKEN_LOSSES.values(), ids=TOKEN_LOSSES)
+def test_loss_token_ignore_index(loss: Loss) -> None:
+    with said(loss is not TOKEN_LOSSES["picked by a mask"]):
+        assert_adds_its_own(by(loss), Words, texts())
+
+
+def test_words_first_and_as_many_words_as_texts() -> None:
+    """Rows are told by what they are made of: their number says nothing."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(out.reshape(-1, WORDS), y.T.reshape(-1))
+
+    square = TensorDataset(*(t[:TOKENS] for t in texts().tensors))
+    with said(True):
+        assert_adds_its_own(by(loss), lambda: Words(texts_first=False), square)
+
+
+def test_with_the_batchs_own_count_other_texts_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnMeans, "take", lambda self, *given, **named: None)
+    moved, alone = moved_by_one_more(
+        by(TOKEN_LOSSES["flattened"]), Words, texts(), max_grad_norm=5.0
+    )
+    assert (moved - alone).norm() > 0.01
+
+
+def test_with_owners_by_place_other_texts_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a guess from shapes would take for a record, where words come first."""
+
+    def by_place(rows: Tensor, outputs: Any) -> Tensor:
+        return torch.arange(len(rows)) // (len(rows) // outputs[0][0].shape[outputs[0][1]])
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(out.reshape(-1, WORDS), y.T.reshape(-1))
+
+    monkeypatch.setattr(loss_watch, "owners_of", by_place)
+    with said(True):
+        moved, alone = moved_by_one_more(
+            by(loss), lambda: Words(texts_first=False), texts(), max_grad_norm=5.0
+        )
+    assert (moved - alone).norm() > 0.01
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [lambda out: out + out.roll(1, 0), lambda out: out @ out.T, lambda out: out - out.mean(0)],
+    ids=["neighbours", "loss_contrastive_in_batch", "centred"],
+)
+def test_rows_made_of_several_records_are_refused(mixed: Callable[[Tensor], Tensor]) -> None:
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    with pytest.raises(CouplingError, match=r"couples records.*guarantee would not hold"):
+        functional.cross_entropy(mixed(loop.model(inputs)), targets)
+
+
+# ── outputs of one number a record ───────────────────────────────────────────────────────────────────
+
+
+class OneNumber(nn.Module):
+    def __init__(self, squeezed: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.squeezed = squeezed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.squeezed(self.body(x))
+
+
+SQUEEZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze": Tensor.squeeze,
+    "squeeze(-1)": lambda t: t.squeeze(-1),
+    "view(-1)": lambda t: t.view(-1),
+    "flatten": Tensor.flatten,
+}
+
+
+@pytest.mark.parametrize("squeezed", SQUEEZED.values(), ids=SQUEEZED)
+@pytest.mark.parametrize(
+    "loss",
+    [functional.binary_cross_entropy_with_logits, functional.mse_loss],
+    ids=["loss_bce_logits_squeeze_inside_model", "loss_mse_1d_model"],
+)
+def test_models_that_squeeze(loss: Loss, squeezed: Callable[[Tensor], Tensor]) -> None:
+    """The law includes a batch of one record, of which ``squeeze()`` leaves a single number."""
+    wanted = TensorDataset(data(MOST)[:][0], (data(MOST)[:][1] > 0).double())
+    assert_adds_its_own(by(loss), lambda: OneNumber(squeezed), wanted)
+
+
+def test_loss_bce_logits_squeeze() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(out.squeeze(1), (y > 0).double())
+
+    assert_adds_its_own(by(loss), lambda: OneNumber(lambda t: t), data(MOST))
+
+
+# ── penalties on weights ─────────────────────────────────────────────────────────────────────────────
+
+DECAY = 0.02
+
+
+def squares(model: nn.Module) -> Tensor:
+    return torch.stack([p.pow(2).sum() for p in model.parameters()]).sum()
+
+
+PENALTIES: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
+    "added": lambda loss, model: loss + DECAY / 2 * squares(model),
+    "in place": lambda loss, model: loss.add_(DECAY / 2 * squares(model)),
+    "one by one": lambda loss, model: sum(
+        (DECAY / 2 * p.norm() ** 2 for p in model.parameters()), loss
+    ),
+    "before": lambda loss, model: DECAY / 2 * squares(model) + loss,
+    "scaled together": lambda loss, model: 2 * (0.5 * loss + DECAY / 4 * squares(model)),
+}
+
+
+@pytest.mark.parametrize("penalised", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_loss_l2_penalty_in_loss(penalised: Any, reduction: str) -> None:
+    """The same steps as with the optimizer's weight decay, empty batches and parts included."""
+
+    def trained(penalty: bool, decay: float) -> Tensor:
+        loop = private(
+            dataset=data(12),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=decay),
+            n_public=12,
+            loader={"batch_size": 1},
+            loss_reduction=reduction,
+        )
+        for _ in range(2):
+            for inputs, targets in loop.loader:
+                loop.optimizer.zero_grad()
+                loss = functional.cross_entropy(loop.model(inputs), targets, reduction=reduction)
+                (penalised(loss, loop.model) if penalty else loss).backward()
+                loop.optimizer.step()
+        return loop.weights
+
+    expected = trained(False, DECAY)
+    assert (expected - trained(False, 0.0)).norm() > 1e-3
+    torch.testing.assert_close(trained(True, 0.0), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_penalty_moves_with_no_record() -> None:
+    """Of a batch in parts, how many parts there are is private."""
+
+    def in_parts(loop: Loop, inputs: Tensor, targets: Tensor) -> None:
+        loop.optimizer.zero_grad()
+        for x, y in zip(inputs.split(3), targets.split(3), strict=True):
+            loss = functional.cross_entropy(loop.model(x), y)
+            (loss + DECAY / 2 * squares(loop.model)).backward()
+        loop.optimizer.step()
+
+    assert_adds_its_own(in_parts, mlp, data(MOST))
+    penalties = []
+    for records in (MOST, 4):
+        moves = []
+        for step in (in_parts, by(functional.cross_entropy)):
+            loop = private(
+                dataset=data(records), method="dp-sgd", n_public=MOST, loader={"batch_size": MOST}
+            )
+            before = loop.weights
+            step(loop, *next(iter(loop.loader)))
+            moves.append(loop.weights - before)
+        penalties.append(moves[0] - moves[1])
+    torch.testing.assert_close(*penalties)
+    torch.testing.assert_close(penalties[0], -0.1 * DECAY * before)
+
+
+NO_PENALTIES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "of records": lambda model, x: functional.linear(x, model.get_parameter("0.weight")).sum(),
+    "of lengths": lambda model, x: sum(p.norm() for p in model.parameters()),  # type: ignore[misc]
+    "of sizes": lambda model, x: sum(p.abs().sum() for p in model.parameters()),  # type: ignore[misc]
+    "unlike": lambda model, x: sum(  # type: ignore[misc]
+        (1 + i) * p.square().sum() for i, p in enumerate(model.parameters())
+    ),
+    "of somebody else": lambda model, x: nn.Linear(2, 2).weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("other", NO_PENALTIES.values(), ids=NO_PENALTIES)
+def test_what_is_no_plain_penalty_is_refused(other: Any) -> None:
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match=r"neither clipped nor noised.*weight_decay=2\*lambda"):
+        loss + other(loop.plain_model, inputs)
+
+
+def test_a_penalty_that_follows_the_data_is_refused() -> None:
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    before = loop.weights
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match=r"one coefficient.*weight_decay=\d.*equals this one"):
+        (loss + inputs.std() * squares(loop.plain_model)).backward()
+    assert torch.equal(before, loop.weights)
+
+
+def test_a_penalty_that_comes_later_is_refused() -> None:
+    loop = private().train(steps=2)
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match="from the first step to the last"):
+        (loss + DECAY / 2 * squares(loop.plain_model)).backward()
+
+
+# ── several forward passes for one step ──────────────────────────────────────────────────────────────
+
+
+def pairs() -> TensorDataset:
+    inputs, targets = data(MOST)[:]
+    others = torch.randn(MOST, 4, generator=torch.Generator().manual_seed(8)).double()
+    return TensorDataset(inputs, others, targets)
+
+
+def two_forward_per_step_siamese(loop: Loop, one: Tensor, other: Tensor, same: Tensor) -> None:
+    loop.optimizer.zero_grad()
+    apart = (loop.model(one) - loop.model(other)).square().sum(1)
+    alike = (same > 0).double()
+    (alike * apart + (1 - alike) * functional.relu(2 - apart)).mean().backward()
+    loop.optimizer.step()
+
+
+def contrastive_with_own_views(loop: Loop, one: Tensor, other: Tensor, same: Tensor) -> None:
+    """A record's own two views, and a public vector for all others."""
+    loop.optimizer.zero_grad()
+    near = functional.cosine_similarity(loop.model(one), loop.model(other))
+    far = functional.cosine_similarity(loop.model(one), torch.ones(1, 3).double())
+    (far - near).exp().mean().backward()
+    loop.optimizer.step()
+
+
+def two_losses_one_after_the_other(loop: Loop, one: Tensor, other: Tensor, y: Tensor) -> None:
+    loop.optimizer.zero_grad()
+    for inputs in (one, other):
+        functional.cross_entropy(loop.model(inputs), y).backward()
+    loop.optimizer.step()
+
+
+SEVERAL = [two_forward_per_step_siamese, contrastive_with_own_views, two_losses_one_after_the_other]
+several = pytest.mark.parametrize("step", SEVERAL, ids=lambda step: step.__name__)
+
+
+@several
+def test_two_forward_per_step_siamese(step: Any) -> None:
+    assert_adds_its_own(step, mlp, pairs())
+    assert_adds_its_own(step, mlp, pairs(), max_grad_norm=1e-3)  # clipped is what both add up to
+
+
+def test_two_views_give_the_gradient_of_one_model_of_both() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+            return self.body(one), self.body(other)
+
+    def at_once(loop: Loop, one: Tensor, other: Tensor, y: Tensor) -> None:
+        loop.optimizer.zero_grad()
+        sum(functional.cross_entropy(out, y) for out in loop.model(one, other)).backward()  # type: ignore[union-attr]
+        loop.optimizer.step()
+
+    def weights(step: Any, model: nn.Module) -> Tensor:
+        loop = private(model, pairs(), n_public=MOST, max_grad_norm=0.5)
+        for batch in loop.loader:
+            step(loop, *batch)
+        return loop.weights
+
+    torch.testing.assert_close(
+        weights(two_losses_one_after_the_other, mlp()), weights(at_once, Both())
+    )
+
+
+def test_views_clipped_one_by_one_would_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unjoined(tapes: Any) -> Any:
+        first, second = tapes
+        real = type(first).weighted_sum
+
+        class Twice(type(first)):  # type: ignore[misc]
+            def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+                mine, theirs = real(first, weights), real(second, 1 / second.norms())
+                return {name: mine[name] + theirs[name] for name in mine}
+
+        return Twice(first.parameters, first.parts, first.records)
+
+    monkeypatch.setattr(session_module, "joined", unjoined)
+    _, alone = moved_by_one_more(two_losses_one_after_the_other, mlp, pairs(), max_grad_norm=1e-3)
+    assert alone.norm() > 1.5
+
+
+def test_a_contrast_with_other_records_is_refused() -> None:
+    """Also where the second view is looked at from the other side."""
+    loop = private(mlp(), pairs(), n_public=MOST)
+    for one, other, _ in loop.loader:
+        if len(one) > 1:
+            a, b = loop.model(one), loop.model(other)
+            with pytest.raises(CouplingError, match="couples records"):
+                functional.relu(1 - (a * b.roll(1, 0)).sum(1)).mean().backward()
+            return
+        loop.optimizer.step()
+    raise AssertionError
+
+
+# ── a model with several outputs ─────────────────────────────────────────────────────────────────────
+
+
+def test_output_dict_and_aux_heads() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            out = self.body(x)
+            return {"logits": out, "aux": out[:, 0].tanh()}
+
+    def loss(out: dict[str, Tensor], y: Tensor) -> Tensor:
+        return functional.cross_entropy(out["logits"], y) + 0.3 * functional.mse_loss(
+            out["aux"], y.double()
+        )
+
+    assert_adds_its_own(by(loss), Heads, data(MOST))
