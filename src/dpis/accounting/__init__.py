@@ -5,7 +5,12 @@ Data flows one way: `Budget` and `Workload` go into a plan (`plan_predeclared`, 
 epsilon from the file alone.
 """
 
-from dpis.accounting.accountants import Accountant, epsilon_by_pld, epsilon_by_rdp
+from dpis.accounting.accountants import (
+    Accountant,
+    epsilon_by_pld,
+    epsilon_by_rdp,
+    epsilon_of_events,
+)
 from dpis.accounting.adaptive import (
     AdaptivePlan,
     adaptive_step,
@@ -60,6 +65,7 @@ __all__ = [
     "adaptive_step",
     "epsilon_by_pld",
     "epsilon_by_rdp",
+    "epsilon_of_events",
     "exponential_decay",
     "kappa_schedule",
     "next_grad_noise",

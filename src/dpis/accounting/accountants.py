@@ -13,6 +13,7 @@ from dp_accounting import rdp
 from dpis.accounting import pld
 from dpis.accounting.events import Composition
 from dpis.accounting.renyi import best_order
+from dpis.errors import InputError
 from dpis.options import Accountant as Accountant
 
 WIDEST_FINAL_INTERVAL = 1e-4
@@ -53,3 +54,15 @@ def epsilon_by_rdp(composition: Composition, delta: float) -> float:
     accountant.compose(composition.to_dp_accounting())
     fractional = float(accountant.get_epsilon(delta))
     return min(epsilon, math.inf if math.isnan(fractional) else max(0.0, fractional))
+
+
+def epsilon_of_events(composition: Composition, delta: float) -> float:
+    """Epsilon at ``delta`` by PLD; by Renyi divergences where delta is too small for it."""
+    if not 0 < delta < 1:
+        raise InputError(f"delta must lie between 0 and 1, found {delta!r}")
+    if not composition.events:
+        return 0.0
+    try:
+        return epsilon_by_pld(composition, delta)
+    except InputError:
+        return epsilon_by_rdp(composition, delta)

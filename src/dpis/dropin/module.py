@@ -27,6 +27,7 @@ class PrivateModule(nn.Module):
         self._module = module
         self.training = module.training
         object.__setattr__(self, "_session", session)
+        object.__setattr__(self, "_standard", False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
@@ -35,6 +36,8 @@ class PrivateModule(nn.Module):
         if not torch.is_grad_enabled():
             return self._look(args, kwargs)
         session: Session | None = self.__dict__["_session"]
+        if self.__dict__["_standard"]:
+            return self._module(*args, **kwargs)
         if session is None:
             raise MisuseError(
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
@@ -65,6 +68,11 @@ class PrivateModule(nn.Module):
         if session is not None:
             session.close()
         return self._module
+
+    def remove_hooks(self) -> None:
+        """As `to_standard_module`, in place: this module is the model itself from now on, in all it does."""
+        self.to_standard_module()
+        object.__setattr__(self, "_standard", True)
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
