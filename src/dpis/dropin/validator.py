@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
 from dpis.coupling.forbidden_layers import checked_model, fix
 from dpis.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 UnsupportedModuleError = InputError
 """The name that Opacus has for it. A `CouplingError`, where records influence one another, is one."""
@@ -56,12 +59,17 @@ class ModuleValidator:
     ) -> nn.Module:
         """A copy with what couples records replaced. Make the optimizer from its parameters, afterwards.
 
+        What was changed is logged, at level INFO.
+
         Args:
             module: the model.
             num_groups: of every ``GroupNorm`` that takes the place of a ``BatchNorm``.
             replace_bn_with_in: ``InstanceNorm`` takes its place instead.
         """
-        return fix(module, num_groups=num_groups, replace_bn_with_in=replace_bn_with_in)[0]
+        fixed, changes = fix(module, num_groups=num_groups, replace_bn_with_in=replace_bn_with_in)
+        for change in changes:
+            logger.info("ModuleValidator.fix: %s", change)
+        return fixed
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, **how: Any) -> nn.Module:

@@ -571,11 +571,13 @@ def test_a_gans_discriminator() -> None:
         judged(discriminator, fake.detach(), 1.0).backward()
 
 
-def test_validator_as_opacus_has_it() -> None:
+def test_validator_as_opacus_has_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     with pytest.raises(UnsupportedModuleError):
         ModuleValidator.validate(model, strict=True)
     assert ModuleValidator.fix(model)[1].num_groups == 8
+    assert "1: BatchNorm2d(8) -> GroupNorm(8, 8)" in caplog.text
     assert ModuleValidator.fix(model, num_groups=2)[1].num_groups == 2
     instance = ModuleValidator.fix(model, replace_bn_with_in=True)[1]
     assert type(instance) is nn.InstanceNorm2d
