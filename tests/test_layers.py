@@ -20,7 +20,7 @@ import dpis
 TOP = Path(__file__).parents[1]
 
 LAYERS = (
-    {"errors", "layers"},
+    {"errors", "layers", "schedulers"},
     {"randomness", "options"},
     {"noise", "generators", "batches"},
     {"accounting"},

@@ -182,8 +182,7 @@ def loop() -> dict[str, Any]:
 
 
 def config_of(engine: dpis.PrivacyEngine) -> Config:
-    assert engine._session is not None
-    return engine._session.mechanism.plan.config
+    return engine._runs[-1].session.mechanism.plan.config
 
 
 Door = Callable[[dict[str, Any], pytest.MonkeyPatch], Config]

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from dpis.dropin import BatchMemoryManager as BatchMemoryManager
     from dpis.dropin import ModuleValidator as ModuleValidator
     from dpis.dropin import PrivacyEngine as PrivacyEngine
+    from dpis.dropin import UnsupportedModuleError as UnsupportedModuleError
     from dpis.options import Privacy as Privacy
     from dpis.options import Training as Training
     from dpis.training import EarlyStop as EarlyStop
@@ -22,6 +23,7 @@ _HOMES = {
     "Privacy": "dpis.options",
     "PrivacyEngine": "dpis.dropin",
     "Training": "dpis.options",
+    "UnsupportedModuleError": "dpis.dropin",
     "fix": "dpis.coupling.forbidden_layers",
     "train": "dpis.training",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "Privacy",
     "PrivacyEngine",
     "Training",
+    "UnsupportedModuleError",
     "__version__",
     "fix",
     "train",

@@ -182,16 +182,15 @@ def law_the_guarantee_of_an_integration_is_that_of_its_engine() -> None:
         settings = TrainerSettings(privacy=privacy, noise_multiplier=noise, seed=4)
         settings.make_private(engine, model, optimizer, loader, 3)
         check_config(engine, Method(privacy.method), **expected)
-        assert engine._key.seed == 4
+        assert engine._runs[-1].session.mechanism._key.seed == 4
     unseeded = TrainerSettings(privacy=Privacy(n_public=RECORDS), noise_multiplier=1.0)
     engine, model = PrivacyEngine(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     unseeded.make_private(engine, model, optimizer, DataLoader(data(), batch_size=BATCH), 1)
-    assert engine._key.seed is None
+    assert engine._runs[-1].session.mechanism._key.seed is None
 
 
 def check_config(engine: PrivacyEngine, method: Method, **expected: Any) -> None:
-    assert engine._session is not None
-    config = engine._session.mechanism.plan.config
+    config = engine._runs[-1].session.mechanism.plan.config
     assert config.method is method
     assert {name: getattr(config, name) for name in expected} == expected

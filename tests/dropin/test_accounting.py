@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpis
-from dpis import ModuleValidator, PrivacyEngine, layers
+from dpis import ModuleValidator, PrivacyEngine
 from dpis.accounting import Composition, PoissonGaussian, epsilon_by_pld
 from dpis.errors import InputError, PublicCountWarning
 from dpis.mechanism import EventCounter
@@ -234,13 +234,6 @@ def test_the_engine_says_what_fits():
         assert not engine.is_compatible(module=nn.Sequential(script()))
     with pytest.raises(ValueError, match="guarantee"):
         engine.validate(module=coupled())
-
-
-def test_old_imports_find_the_layers_of_torch():
-    assert layers.DPLSTM is nn.LSTM
-    assert layers.DPGRU is nn.GRU
-    assert layers.DPRNN is nn.RNN
-    assert layers.DPMultiheadAttention is nn.MultiheadAttention
 
 
 def test_help_is_readable():

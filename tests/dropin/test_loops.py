@@ -162,7 +162,7 @@ def test_physical_batches_add_up_to_the_same_update(size: int):
         with BatchMemoryManager(
             data_loader=loop.loader, max_physical_batch_size=size, optimizer=loop.optimizer
         ) as parts:
-            assert len(parts) == len(loop.loader)
+            assert len(parts) == math.ceil(len(loop.loader) * max(1, BATCH / size))
             for inputs, targets in parts:
                 assert len(inputs) <= size
                 loop.step(inputs, targets)

@@ -68,11 +68,12 @@ def test_the_optimizer_of_another_private_model_cannot_be_stepped():
         other.optimizer.step()
 
 
-def test_a_new_optimizer_has_no_gradients_to_step_with():
-    loop = private().train(steps=2)
-    before = loop.weights
+def test_a_new_optimizer_finds_no_gradient_but_the_one_that_was_released():
+    loop = private()
+    loop.step(*next(iter(loop.loader)))
+    before, noisy = loop.weights, loop.gradient
     torch.optim.SGD(loop.model.parameters(), lr=1.0).step()
-    assert torch.equal(loop.weights, before)
+    assert torch.allclose(loop.weights, before - noisy, rtol=0, atol=1e-12)
 
 
 def test_an_optimizer_of_another_model_is_refused():
@@ -343,7 +344,6 @@ def test_loaders_that_cannot_be_accounted_for():
     records = data()
     weights = WeightedRandomSampler([1.0] * RECORDS, RECORDS)
     in_batches = torch.utils.data.BatchSampler(SequentialSampler(records), 4, drop_last=False)
-    refuse_loader(DataLoader(records, batch_size=4, drop_last=True), "which records are dropped")
     refuse_loader(DataLoader(records, batch_size=4, sampler=weights), "epsilon would be silently")
     refuse_loader(DataLoader(records, batch_size=4, sampler=OwnSampler(records)), "OwnSampler")
     refuse_loader(
@@ -381,7 +381,7 @@ def test_loaders_that_cannot_be_accounted_for():
         ({"criterion": nn.CrossEntropyLoss(reduction="sum")}, "scaled by the size"),
         ({"total_steps": 9}, "total_steps"),
         ({"method": "weighted"}, "method must be one of dpis"),
-        ({"noise_multiplier": 0.0}, "noise"),
+        ({"noise_multiplier": 0.001}, "noise"),
         ({"kappa": "1:0.4"}, "without a horizon"),
         ({"headroom": 0.5}, "at least 1"),
         ({"method": "dpis-adaptive"}, "plans its noise for a horizon"),
@@ -411,19 +411,9 @@ def test_unknown_accountants_are_refused():
         PrivacyEngine(accountant="moments")
 
 
-def test_one_engine_serves_one_model():
-    loop, model = private(), mlp()
-    with pytest.raises(InputError, match="take a new PrivacyEngine"):
-        loop.engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data(), batch_size=BATCH),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            n_public=RECORDS,
-        )
+def test_a_private_model_is_not_made_private_again():
     with pytest.raises(InputError, match="private already"):
-        private(loop.model)
+        private(private().model)
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpis.dropin.trainer_settings import TrainerSettings
-from dpis.errors import InputError
+from dpis.errors import InputError, MisuseError
 from dpis.options import Privacy
 from tests.examples.loops import PRIVACY, example, quiet
 
@@ -225,3 +225,47 @@ def test_lightning_files_do_not_tell_who_was_drawn(tmp_path: Path) -> None:
     assert one.keys() == other.keys()
     for name in one.keys() - noisy:
         assert repr(one[name]) == repr(other[name]), name
+
+
+@quiet
+def test_make_private_inside_configure_optimizers() -> None:
+    """As people have it from Opacus: the network inside is made private, and the loader with it."""
+    lightning = pytest.importorskip("lightning")
+    from dpis import PrivacyEngine
+
+    class Own(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.engine = nn.Linear(4, 2), PrivacyEngine()
+            data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
+            self.loader = DataLoader(data, batch_size=16)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def train_dataloader(self) -> Any:
+            return self.loader
+
+        def configure_optimizers(self) -> Any:
+            self.net, optimizer, self.loader = self.engine.make_private(
+                module=self.net,
+                optimizer=torch.optim.SGD(self.net.parameters(), lr=0.5),
+                data_loader=self.loader,
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                n_public=64,
+            )
+            return optimizer
+
+    def fitted(**settings: Any) -> Any:
+        quietly = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+        module = Own()
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", enable_progress_bar=False, **quietly, **settings
+        )
+        trainer.fit(module)
+        return module
+
+    assert len(fitted().engine.accountant) == 8
+    with pytest.raises(MisuseError, match=r"before optimizer\.step"):
+        fitted(accumulate_grad_batches=2)

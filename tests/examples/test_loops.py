@@ -20,6 +20,13 @@ def test_the_drop_in_loop_runs() -> None:
     assert accuracy > 0.1
 
 
+@pytest.mark.slow
+def test_the_gan_runs() -> None:
+    epsilon, mean = example("private_gan").main(epochs=2, records=1024)
+    assert 0 < epsilon < 12
+    assert mean.isfinite().all()
+
+
 def test_losses_of_batches_can_be_added_up() -> None:
     """``running += loss.detach()``, and a list of losses that is stacked: what every logging loop does."""
     from dpis import PrivacyEngine

@@ -18,7 +18,13 @@ from dpis.accounting.header import CountSource, Header, Mode, Norms, Unit
 from dpis.accounting.ledger import Entry, Ledger, read_ledger
 from dpis.accounting.ledger_writer import LedgerWriter
 from dpis.accounting.norm_sums import NormSumBounds
-from dpis.accounting.plans import NoPrivacy, OpenEndedPlan, PrivacyPlan, Terms
+from dpis.accounting.plans import (
+    NoPrivacy,
+    OpenEndedPlan,
+    PrivacyPlan,
+    Terms,
+    epsilon_of_events,
+)
 from dpis.accounting.pld import epsilon_by_pld
 from dpis.accounting.predeclared import PredeclaredPlan, plan_predeclared
 from dpis.accounting.renyi import epsilon_by_rdp
@@ -62,6 +68,7 @@ __all__ = [
     "adaptive_step",
     "epsilon_by_pld",
     "epsilon_by_rdp",
+    "epsilon_of_events",
     "exponential_decay",
     "kappa_schedule",
     "next_grad_noise",

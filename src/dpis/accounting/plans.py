@@ -28,7 +28,7 @@ from dpis.accounting.workload import (
     composition_of,
     planned_runs,
 )
-from dpis.errors import BudgetExceededError, InputError
+from dpis.errors import BudgetExceededError, InputError, shown_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,18 @@ class Terms:
         return self.noise_multiplier * self.kappa
 
 
+def epsilon_of_events(composition: Composition, delta: float) -> float:
+    """Epsilon at ``delta`` by PLD; by Renyi divergences where delta is too small for it."""
+    if not 0 < delta < 1:
+        raise InputError(f"delta must lie between 0 and 1, found {delta!r}")
+    if not composition.events:
+        return 0.0
+    try:
+        return epsilon_by_pld(composition, delta)
+    except InputError:
+        return epsilon_by_rdp(composition, delta)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrivacyPlan(ABC):
     """What is fixed before the data is touched. One of four kinds.
@@ -95,14 +107,7 @@ class PrivacyPlan(ABC):
 
     def epsilon_of(self, spent: Composition, delta: float) -> float:
         """Epsilon at ``delta`` for what was spent so far, valid for a stop that was fixed in advance."""
-        if not 0 < delta < 1:
-            raise InputError(f"delta must lie between 0 and 1, found {delta!r}")
-        if not spent.events:
-            return 0.0
-        try:
-            return epsilon_by_pld(spent, delta)
-        except InputError:  # too small a delta for it
-            return epsilon_by_rdp(spent, delta)
+        return epsilon_of_events(spent, delta)
 
     # ── what is spent ────────────────────────────────────────────────────────────────────────────────
 
@@ -150,6 +155,21 @@ class PrivacyPlan(ABC):
             kappa=workload.kappa[index],
             equivalent_batch=workload.equivalent_batch[index],
         )
+
+    def require_noise(self, noise_multiplier: float) -> None:
+        """Refuse a noise, set by hand for the steps to come, that the plan does not cover: less than it planned."""
+        if self.adapts:
+            raise InputError(
+                "the noise of an adaptive plan is solved when an epoch begins and cannot be set: leave it, or make the "
+                "run private with a given noise_multiplier"
+            )
+        if not noise_multiplier >= max(self.planned_noise):
+            raise InputError(
+                f"noise_multiplier {shown_number(noise_multiplier)} is less than the {max(self.planned_noise):g} that "
+                "keeps the target: epsilon would be larger than promised. Let the noise fall by a schedule that is "
+                "planned (method='dp-sgd-decay', decay_rate=...), or give the noise instead of an epsilon "
+                "(make_private): then epsilon follows from the noise of every step"
+            )
 
     def with_count(self, n_public: int) -> PrivacyPlan:
         """The plan made anew from a released number of records, if it `adapts`."""
@@ -224,14 +244,40 @@ class BudgetedPlan(PrivacyPlan):
 class OpenEndedPlan(PrivacyPlan):
     """A given noise and no last epoch: nothing is claimed beforehand.
 
+    Every step is charged with the noise it had, which may be set anew for the steps to come. Without any (0, to look
+    for errors in a loop) records are clipped all the same, nothing is charged, and epsilon is infinite.
+
     Attributes:
-        noise_multiplier: ``z`` of every step.
+        noise_multiplier: ``z`` of every step, until it is set.
     """
 
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        Gaussian(noise_multiplier=self.noise_multiplier)  # refused if it cannot be accounted for
+        if self.noise_multiplier != 0:
+            Gaussian(
+                noise_multiplier=self.noise_multiplier
+            )  # refused if it cannot be accounted for
+
+    def require_noise(self, noise_multiplier: float) -> None:
+        """Any that can be accounted for; a run without noise stays without, and one with noise keeps some."""
+        if self.noise_multiplier != 0:
+            Gaussian(noise_multiplier=noise_multiplier)
+        elif noise_multiplier != 0:
+            raise InputError(
+                f"noise_multiplier was 0 and cannot become {shown_number(noise_multiplier)}: what went before is not "
+                "private, so epsilon stays infinite. Make the model private anew, with noise"
+            )
+
+    def charge(self, terms: Terms, steps: int) -> list[Entry]:
+        """What so many steps spend; without noise there is no event that tells it."""
+        return [] if self.noise_multiplier == 0 else PrivacyPlan.charge(self, terms, steps)
+
+    def epsilon_of(self, spent: Composition, delta: float) -> float:
+        """Of what was spent; infinite without noise."""
+        if self.noise_multiplier == 0:
+            return math.inf
+        return PrivacyPlan.epsilon_of(self, spent, delta)
 
     @property
     def claim(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -104,13 +105,20 @@ class Change:
         return f"{self.layer}: {self.what}"
 
 
-def fix(module: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
+def fix(
+    module: nn.Module, *, num_groups: int | None = None, replace_bn_with_in: bool = False
+) -> tuple[nn.Module, tuple[Change, ...]]:
     """A copy of the module without what couples records, and the list of what was changed.
 
     - ``BatchNorm`` becomes ``GroupNorm`` with the same scale and shift;
     - ``InstanceNorm`` no longer keeps running statistics;
     - tables no longer shorten the rows that are looked up (``max_norm``);
     - activations no longer work in place.
+
+    Args:
+        module: the model; stays as it is.
+        num_groups: of every ``GroupNorm``. None: 32, or the largest part of it that divides the channels.
+        replace_bn_with_in: ``BatchNorm`` becomes ``InstanceNorm`` instead.
 
     Returns:
         The new module and the changes. Where nothing was to be done the module is equal to the old.
@@ -121,34 +129,73 @@ def fix(module: nn.Module) -> tuple[nn.Module, tuple[Change, ...]]:
         1: BatchNorm2d(8) -> GroupNorm(8, 8)
         2: ReLU no longer in place
     """
+    if replace_bn_with_in and num_groups is not None:
+        raise InputError("num_groups has no effect with replace_bn_with_in=True: give one of them")
     root = nn.ModuleDict({"module": copy.deepcopy(getattr(module, "_orig_mod", module))})
-    changes = tuple(_fix_children(root, ""))
+    by_record = _to_instance_norm if replace_bn_with_in else partial(_to_group_norm, num_groups)
+    changes = tuple(_fix_children(root, "", ((_is_batch_norm, by_record), *_REPAIRS)))
     return root["module"], changes
 
 
-def _fix_children(parent: nn.Module, path: str) -> Iterator[Change]:
+def _fix_children(parent: nn.Module, path: str, repairs: Sequence[_Repair]) -> Iterator[Change]:
     for key, child in list(parent.named_children()):
         name = f"{path}.{key}" if path else key
         shown = name.removeprefix("module").removeprefix(".") or type(child).__name__
-        for applies, repair in _REPAIRS:
+        for applies, repair in repairs:
             if applies(child):
                 repaired, what = repair(child)
                 parent._modules[key] = repaired
                 yield Change(shown, what)
-        yield from _fix_children(child, name)
+        yield from _fix_children(child, name, repairs)
 
 
-def _to_group_norm(layer: Any) -> tuple[nn.Module, str]:
+def _is_batch_norm(layer: Any) -> bool:
+    return isinstance(layer, _BatchNorm)
+
+
+def _to_group_norm(num_groups: int | None, layer: Any) -> tuple[nn.Module, str]:
     channels = layer.num_features
-    groups = gcd(channels, 32)
-    while isinstance(layer, nn.BatchNorm1d) and groups > 1 and channels // groups < 8:
+    groups = gcd(channels, 32) if num_groups is None else num_groups
+    if channels % groups:
+        raise InputError(
+            f"num_groups={groups} does not divide the {channels} channels of a {type(layer).__name__}: leave it out, "
+            "or give a number that divides the channels of all of them"
+        )
+    while (
+        num_groups is None
+        and isinstance(layer, nn.BatchNorm1d)
+        and groups > 1
+        and channels // groups < 8
+    ):
         groups //= 2  # without positions, a group of one channel would be normalised to nothing
     new = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    return _in_place_of(layer, new), f"{_shown(layer)} -> GroupNorm({groups}, {channels})"
+
+
+def _to_instance_norm(layer: Any) -> tuple[nn.Module, str]:
+    kinds: dict[type[nn.Module], type[_InstanceNorm]] = {
+        nn.BatchNorm1d: nn.InstanceNorm1d,
+        nn.BatchNorm2d: nn.InstanceNorm2d,
+        nn.BatchNorm3d: nn.InstanceNorm3d,
+    }
+    if type(layer) not in kinds:
+        raise InputError(
+            f"{type(layer).__name__} has no InstanceNorm of its own: leave replace_bn_with_in out"
+        )
+    new = kinds[type(layer)](layer.num_features, eps=layer.eps, affine=layer.affine)
+    return _in_place_of(layer, new), f"{_shown(layer)} -> {_shown(new)}"
+
+
+def _in_place_of(layer: Any, new: nn.Module) -> nn.Module:
+    """The new layer, with scale, shift and mode of the old."""
     if layer.affine:
         new = new.to(layer.weight.device, layer.weight.dtype)
         new.weight, new.bias = layer.weight, layer.bias
-    new.train(layer.training)
-    return new, f"{type(layer).__name__}({channels}) -> GroupNorm({groups}, {channels})"
+    return new.train(layer.training)
+
+
+def _shown(layer: Any) -> str:
+    return f"{type(layer).__name__}({layer.num_features})"
 
 
 def _without_statistics(layer: Any) -> tuple[nn.Module, str]:
@@ -169,7 +216,6 @@ def _out_of_place(layer: Any) -> tuple[nn.Module, str]:
 
 _Repair = tuple[Callable[[Any], bool], Callable[[Any], tuple[nn.Module, str]]]
 _REPAIRS: tuple[_Repair, ...] = (
-    (lambda layer: isinstance(layer, _BatchNorm), _to_group_norm),
     (
         lambda layer: isinstance(layer, _InstanceNorm) and layer.track_running_stats,
         _without_statistics,

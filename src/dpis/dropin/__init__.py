@@ -4,7 +4,7 @@ from dpis.dropin.memory import BatchMemoryManager
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer
 from dpis.dropin.privacy_engine import PrivacyEngine
-from dpis.dropin.validator import ModuleValidator
+from dpis.dropin.validator import ModuleValidator, UnsupportedModuleError
 from dpis.errors import MisuseError
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "PrivacyEngine",
     "PrivateModule",
     "PrivateOptimizer",
+    "UnsupportedModuleError",
 ]

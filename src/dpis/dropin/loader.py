@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
@@ -104,8 +105,11 @@ class _Draws(Sampler[list[int]]):
         return self._session.draw_batches(self._most_rows)
 
     def __len__(self) -> int:
-        """Draws of an epoch; of parts there are at least as many, how many is private."""
-        return self._steps
+        """Draws of an epoch; in parts, as many as draws of ``b`` records would have: the true number is private."""
+        if self._most_rows is None:
+            return self._steps
+        batch_size = self._session.mechanism.plan.workload.batch_size
+        return math.ceil(self._steps * max(1.0, batch_size / self._most_rows))
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -119,12 +123,14 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         raise InputError(
             f"a torch.utils.data.DataLoader is required, found {type(loader).__name__}: what it does to batches on its "
-            "own would be left out, and what it samples is not accounted for. Give a DataLoader over the data set"
+            "own would be left out, and what it samples is not accounted for. Give torch's DataLoader over a dataset "
+            "with __getitem__ and __len__; for a stream that fits into memory DataLoader(list(dataset), ...)"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(
             "an IterableDataset cannot be sampled by independent coins, so no amplification could be claimed and "
-            "epsilon would be wrong. Use a map-style data set: one with __getitem__ and __len__"
+            "epsilon would be wrong. Use a map-style dataset, one with __getitem__ and __len__: if it fits into memory "
+            "DataLoader(list(dataset), ...); of Hugging Face, load_dataset without streaming=True; else files by index"
         )
     refuse_rows_named_twice(loader.dataset)
     if loader.batch_size is None:
@@ -136,17 +142,13 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
     known = type(sampler) in (RandomSampler, SequentialSampler)
     if not known or getattr(sampler, "replacement", False):
         raise InputError(
-            f"the loader samples by {type(sampler).__name__}, whose probabilities nobody accounts for: epsilon "
-            "would be silently wrong. Leave sampler out; importance sampling does what a weighted sampler is wanted for"
+            f"the loader samples by {type(sampler).__name__}, whose probabilities nobody accounts for: epsilon would "
+            "be silently wrong. Leave sampler out (shuffle=True is fine): records are drawn by importance. To balance "
+            "classes, weight the losses instead, as CrossEntropyLoss(weight=...) does"
         )
     if len(cast(Any, sampler)) != len(cast(Any, loader.dataset)):
         raise InputError(
             f"the loader's sampler takes {len(cast(Any, sampler))} of {len(cast(Any, loader.dataset))} records: the "
             "private loader draws from all of them. Give torch.utils.data.Subset as the data set instead"
-        )
-    if loader.drop_last:
-        raise InputError(
-            "drop_last=True has no meaning where every batch has its own size, and which records are dropped would not "
-            "be accounted for. Leave it out"
         )
     return loader

@@ -37,6 +37,7 @@ class PrivateModule(nn.Module):
         object.__setattr__(self, "_session", session)
         if session is not None:
             self.head_losses = HeadLosses(module, lambda: session.gradients.undisturbed())
+        object.__setattr__(self, "_standard", False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
@@ -46,6 +47,8 @@ class PrivateModule(nn.Module):
         if not torch.is_grad_enabled():
             return self._look(args, kwargs)
         session: Session | None = self.__dict__["_session"]
+        if self.__dict__["_standard"]:
+            return self._module(*args, **kwargs)
         if session is None:
             raise MisuseError(
                 "this is a copy of a private model, without its loader and optimizer: training it would not be private."
@@ -81,6 +84,11 @@ class PrivateModule(nn.Module):
         if session is not None:
             session.close()
         return self._module
+
+    def remove_hooks(self) -> None:
+        """As `to_standard_module`, in place: this module is the model itself from now on, in all it does."""
+        self.to_standard_module()
+        object.__setattr__(self, "_standard", True)
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

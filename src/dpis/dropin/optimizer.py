@@ -12,18 +12,24 @@ from torch.optim import LBFGS, Optimizer
 from dpis.dropin.session import Session
 from dpis.errors import InputError, MisuseError
 
+PARTS_OF_A_STEP = frozenset(
+    {"grad_samples", "clip_and_accumulate", "add_noise", "scale_grad", "pre_step"}
+)
+"""What Opacus's optimizers let people do one by one."""
+
 
 class PrivateOptimizer(Optimizer):
     """Sets every ``p.grad`` to the noisy gradient of the batch, and lets the optimizer it wraps step.
 
-    Groups, state and defaults are those of the wrapped optimizer, so learning rate schedulers work on either. Between
-    steps parameters have no gradients: ``p.grad`` is None.
+    Groups, state and defaults are those of the wrapped optimizer, so learning rate schedulers work on either. After a
+    step ``p.grad`` is its noisy gradient, which may be released, until `zero_grad` or the next step.
     """
 
     def __init__(self, original: Optimizer, module: nn.Module, session: Session) -> None:
         self.original_optimizer = original
         self._session = session
         self._skip = False
+        self._step_hook: Callable[[PrivateOptimizer], Any] | None = None
         self._protected = set(map(id, _stepped(original)))
         original.register_step_pre_hook(self._refuse_unguarded)
 
@@ -59,6 +65,11 @@ class PrivateOptimizer(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "original_optimizer":
             raise AttributeError(name)
+        if name in PARTS_OF_A_STEP:
+            raise MisuseError(
+                f"a private optimizer has no {name}: gradients of single records are never held, and clipping, noise "
+                "and step are one release. Call step(); afterwards p.grad is the noisy gradient"
+            )
         return getattr(self.original_optimizer, name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,24 +84,59 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """``z`` of the current epoch; before the first, that of the first."""
-        terms, privacy = self._session.mechanism.terms, self._session.mechanism.plan.privacy
-        if terms is None and privacy.adapts:
-            raise InputError("the noise of an epoch is solved when it begins: ask again then")
-        return privacy.planned_noise[0] if terms is None else terms.noise_multiplier
+        """``z`` of the steps to come, each of which is charged with the noise it has.
+
+        It may be set by a schedule that was fixed in advance (`dpis.schedulers`); batches that workers have fetched
+        already keep theirs. Where an epsilon is promised, to no less than was planned.
+        """
+        return self._session.mechanism.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, noise_multiplier: float) -> None:
+        self._session.mechanism.set_noise_multiplier(noise_multiplier)
 
     @property
     def max_grad_norm(self) -> float:
-        """The clip norm ``C``."""
+        """The clip norm ``C`` of the steps to come. It may be set, not by looking at private values."""
         return self._session.mechanism.clip_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, max_grad_norm: float) -> None:
+        self._session.mechanism.set_clip_norm(max_grad_norm)
 
     @property
     def expected_batch_size(self) -> int:
         """``b``, public. How many records are looked at is private, and another number."""
         return self._session.mechanism.plan.workload.batch_size
 
+    @property
+    def accumulated_iterations(self) -> int:
+        """1: every step is of one draw, in however many parts it comes."""
+        return 1
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What is trained."""
+        return list(self._session.gradients.parameters.values())
+
+    def attach_step_hook(self, fn: Callable[[PrivateOptimizer], Any]) -> None:
+        """Call ``fn(optimizer)`` in every step, between noise and update: it sees noisy gradients, and may change them.
+
+        One at a time, as in Opacus. Accounting does not hang on it.
+        """
+        self._step_hook = fn
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        """Read by an enabled ``GradScaler`` alone, before it steps."""
+        raise MisuseError(
+            "an enabled GradScaler cannot step a private optimizer: it leaves out steps whose gradients are not "
+            "finite, which tells about the records, and the loss that it scales would clip every gradient. Leave it "
+            "out, or make it by GradScaler(enabled=False); bfloat16 needs no scaling. Nothing was released"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that have arrived since the last step."""
+        """Drop gradients that have arrived since the last step, and the noisy ones of that."""
         self._session.clear()
         self.original_optimizer.zero_grad(set_to_none)
 
@@ -118,13 +164,13 @@ class PrivateOptimizer(Optimizer):
         parameters = self._session.gradients.parameters
         for name, parameter in parameters.items():
             parameter.grad = update[name].to(parameter.dtype)
+        if self._step_hook is not None:
+            self._step_hook(self)
         self._session.stepping = True
         try:
             self.original_optimizer.step()
         finally:
             self._session.stepping = False
-            for parameter in parameters.values():
-                parameter.grad = None
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from os import PathLike
-from pathlib import Path
+import warnings
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -15,28 +13,32 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
+from dpis.dropin.private_run import Place, PrivateRun, key_of
 from dpis.dropin.request import Request
 from dpis.dropin.session import Session
 from dpis.dropin.spent import SpentSoFar
+from dpis.dropin.validator import ModuleValidator, checked_mode
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
 from dpis.mechanism import Mechanism, RunPlan, make_plan
 from dpis.mechanism.run_plan import open_ended_plan
-from dpis.mechanism.secret_state import load_secret_state, save_secret_state
 from dpis.options import Privacy
-from dpis.randomness import Key
+
+NO_NOISE = "noise_multiplier=0 adds no noise: nothing is private, and epsilon is infinite. For finding errors only"
 
 
 class PrivacyEngine:
     """Private training with importance sampling in a loop of your own.
 
-    The names are those of Opacus; docs/migration.md says what differs. One engine serves one model.
+    The names are those of Opacus; docs/migration.md says what differs. One engine may make several models private with
+    `make_private`: its epsilon is that of all their steps.
 
     Args:
         accountant: taken for compatibility: ``prv``, ``rdp`` and ``gdp`` are all answered by PLD, which is tighter.
         secure_mode: randomness is always cryptographic here; True and False are the same.
 
     Example:
+        >>> import torch
         >>> from torch.utils.data import TensorDataset
         >>> data = TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
         >>> model, loader = nn.Linear(4, 2), DataLoader(data, batch_size=16)
@@ -58,9 +60,7 @@ class PrivacyEngine:
             raise InputError(f"accountant must be prv, rdp, gdp or pld, found {accountant!r}")
         del secure_mode
         self.accountant = SpentSoFar()
-        self._session: Session | None = None
-        self._key = Key.fresh()
-        self._population = 0
+        self._runs: list[PrivateRun] = []
 
     # ── making private ───────────────────────────────────────────────────────────────────────────────
 
@@ -81,7 +81,8 @@ class PrivacyEngine:
             module: the model; must not couple records (`ModuleValidator.fix`).
             optimizer: over the model's parameters.
             data_loader: its batch size is ``b``; its dataset, collate function and workers are kept.
-            noise_multiplier: ``z``: noise standard deviation over the largest contribution of a record.
+            noise_multiplier: ``z``: noise standard deviation over the largest contribution of a record. 0, to look for
+                errors in a loop: nothing is private.
             max_grad_norm: the clip norm ``C``.
             privacy: options of sampling and of the guarantee, beside those given here.
             options: further arguments of Opacus, as `Request` has them; ``seed``; ``inputs_as_delivered``; and any
@@ -94,6 +95,8 @@ class PrivacyEngine:
         """
         given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
         request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
+        if noise_multiplier == 0:
+            warnings.warn(NO_NOISE, stacklevel=2)
         return self._make(open_ended_plan(request.open_ended_config(), noise_multiplier), request)
 
     def make_private_with_epsilon(
@@ -117,7 +120,7 @@ class PrivacyEngine:
             data_loader: as for `make_private`.
             target_epsilon: of the guarantee.
             target_delta: of the guarantee.
-            epochs: passes over the loader; a step past them raises.
+            epochs: passes over the loader; a step past them raises: it would break the promise.
             max_grad_norm: the clip norm ``C``.
             privacy: as for `make_private`.
             options: as for `make_private`.
@@ -132,25 +135,19 @@ class PrivacyEngine:
 
     def _make(self, plan: RunPlan, request: Request) -> tuple[Any, ...]:
         """Everything is checked first: after an error nothing is changed."""
-        if self._session is not None:
-            raise InputError(
-                "this engine has made a model private already, and its epsilon is that model's: take a new "
-                "PrivacyEngine for another"
-            )
         module, optimizer, loader = request.module, request.optimizer, request.data_loader
+        mean = request.loss_reduction == "mean"
         _checked_module(module)
         checked_optimizer(optimizer, module)
         gradients = DeferredGradients(module, batch_first=request.batch_first)
-        self._key = Key.fresh() if request.seed is None else Key.from_seed(request.seed)
-        self._population = len(cast(Any, loader.dataset))
-        journal = self.accountant.start(plan)
-        mechanism = Mechanism(plan, self._population, self._key, journal, ahead=False)
-        mean, as_delivered = request.loss_reduction == "mean", request.inputs_as_delivered
-        self._session = session = Session(
-            mechanism, gradients, mean=mean, as_delivered=as_delivered
-        )
+        population, key = len(cast(Any, loader.dataset)), key_of(request.seed)
+        journal = self.accountant.journal_for(plan)
+        mechanism = Mechanism(plan, population, key, journal, ahead=False)
+        session = Session(mechanism, gradients, mean=mean, as_delivered=request.inputs_as_delivered)
         private = PrivateModule(module, session), PrivateOptimizer(optimizer, module, session)
         private_loader = PrivateLoader(loader, session, plan.workload.steps_per_epoch)
+        self.accountant.follow(plan, journal)
+        self._runs.append(PrivateRun(session, journal, request.seed, population))
         if request.grad_sample_mode != "ghost":
             return *private, private_loader
         given = request.criterion
@@ -167,40 +164,41 @@ class PrivacyEngine:
     def save_checkpoint(
         self,
         *,
-        path: str | PathLike[str],
+        path: Place,
         module: nn.Module,
         optimizer: Optimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
         checkpoint_dict: dict[str, Any] | None = None,
         module_state_dict_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Everything that is needed to go on, in one secret file (mode 0600): it holds a norm of every record.
 
         Args:
-            path: of the file.
+            path: of the file; or a file that is open in binary mode, which is yours to keep secret.
             module: the private module.
             optimizer: the private optimizer.
+            noise_scheduler: of `dpis.schedulers`.
+            grad_clip_scheduler: of `dpis.schedulers`.
             checkpoint_dict: more to keep: tensors, numbers, texts, and lists and dictionaries of these.
             module_state_dict_kwargs: for ``module.state_dict``.
         """
-        session = self._opened()
+        parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         state = {
-            "plan": self._fingerprint(session),
-            "seed": self._key.seed,
-            "events": self.accountant.journal.state_dict(),
-            "mechanism": session.mechanism.state_dict(),
-            "torch_random": torch.get_rng_state(),
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
-            "optimizer_state_dict": {} if optimizer is None else optimizer.state_dict(),
             "checkpoint_dict": checkpoint_dict or {},
+            **{name: part.state_dict() for name, part in parts.items()},
         }
-        save_secret_state(Path(path), state)
+        self._run_of(module).save(path, state)
 
     def load_checkpoint(
         self,
         *,
-        path: str | PathLike[str],
+        path: Place,
         module: nn.Module,
         optimizer: Optimizer | None = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
         module_load_dict_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called, right after the same ``make_private`` call in a new process.
@@ -210,46 +208,33 @@ class PrivacyEngine:
         of two models.
 
         Args:
-            path: of the file.
+            path: of the file; or a file that is open at the beginning of the checkpoint.
             module: the private module.
             optimizer: the private optimizer.
+            noise_scheduler: of `dpis.schedulers`.
+            grad_clip_scheduler: of `dpis.schedulers`.
             module_load_dict_kwargs: for ``module.load_state_dict``.
 
         Returns:
             The ``checkpoint_dict`` that was saved.
         """
-        session = self._opened()
-        if len(self.accountant):
-            raise InputError(
-                f"{len(self.accountant)} events were spent by this engine already: to go back would forget them, and "
-                "epsilon would be too small. Load right after make_private, with a new PrivacyEngine; to go back to "
-                "older weights, load them by module.load_state_dict"
-            )
-        state = load_secret_state(Path(path), "plan")
-        if state["plan"] != self._fingerprint(session):
-            raise InputError(
-                f"{path} is of a run with other arguments or another number of records: {state['plan']}; these are "
-                f"{self._fingerprint(session)}. What was spent then would not fit the plan now. Make it private with "
-                "the same arguments"
-            )
-        self._key = Key.fresh() if state["seed"] is None else Key.from_seed(state["seed"])
-        self.accountant.journal.load_state_dict(state["events"])
-        session.mechanism.take_up(self._key, state["mechanism"])
-        torch.set_rng_state(state["torch_random"])
+        state = self._run_of(module).load(path)
         module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
-        if optimizer is not None and state["optimizer_state_dict"]:
-            optimizer.load_state_dict(state["optimizer_state_dict"])
+        for name, part in _parts(optimizer, noise_scheduler, grad_clip_scheduler).items():
+            if name in state:
+                part.load_state_dict(state[name])
         return dict(state["checkpoint_dict"])
 
-    def _fingerprint(self, session: Session) -> str:
-        """What must be the same for a checkpoint to fit."""
-        plan = session.mechanism.plan
-        return f"{plan.config}, noise={plan.privacy.planned_noise[0]!r}, records={self._population}"
-
-    def _opened(self) -> Session:
-        if self._session is None:
+    def _run_of(self, module: nn.Module) -> PrivateRun:
+        if not self._runs:
             raise InputError("nothing is private yet: call make_private first")
-        return self._session
+        plain = getattr(module, "_module", module)
+        for run in self._runs:
+            if run.session.gradients.module is plain:
+                return run
+        raise InputError(
+            "the module is none that this engine made private: give the one it returned"
+        )
 
     # ── compatibility of models ──────────────────────────────────────────────────────────────────────
 
@@ -284,9 +269,17 @@ class PrivacyEngine:
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """The module with what couples records replaced, as far as that can be done."""
-        from dpis.dropin.validator import ModuleValidator
-
         return ModuleValidator.fix(module)
+
+
+def _parts(optimizer: Any, noise_scheduler: Any, grad_clip_scheduler: Any) -> dict[str, Any]:
+    """What a checkpoint keeps beside the module, by its name there, as far as it is given."""
+    parts = {
+        "optimizer_state_dict": optimizer,
+        "noise_scheduler_state_dict": noise_scheduler,
+        "grad_clip_scheduler_state_dict": grad_clip_scheduler,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _checked_module(module: nn.Module) -> nn.Module:
@@ -297,8 +290,7 @@ def _checked_module(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} is not supported: every process would draw records and add noise by itself, and "
             "epsilon would not be what is reported. Give the module it wraps, in one process"
         )
-    if not module.training:
-        raise InputError("the module is in evaluation mode: call module.train() first")
+    checked_mode(module)
     kinds = {p.dtype for p in module.parameters() if p.requires_grad}
     if any(kind.is_complex for kind in kinds):
         raise InputError("trainable parameters must be real numbers, found complex ones")

@@ -25,6 +25,8 @@ IN_OPACUS = {"epsilon": "target_epsilon", "delta": "target_delta", "clip_norm": 
 ONLY_IN_TRAIN = ("release_n", "clip_ceiling", "clip_lowest", "clip_scale")
 """Options that need a release between the loop's own steps."""
 
+DROP_LAST = "drop_last=True is ignored: batches have sizes of their own, and an epoch has floor(n_public / batch_size)"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
@@ -174,6 +176,8 @@ class Request:
         loader = checked_loader(self.data_loader)
         if self.privacy.n_public is None:
             warnings.warn(PublicCountWarning(), stacklevel=4)
+        if loader.drop_last:
+            warnings.warn(DROP_LAST, stacklevel=4)
         assert loader.batch_size is not None
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE

@@ -62,6 +62,11 @@ class EventCounter(Journal):
             counted[event] += times
         return counted
 
+    @property
+    def runs(self) -> tuple[tuple[Event, int], ...]:
+        """The events in their order, equal ones together."""
+        return tuple(self._runs)
+
     def spend(self, entries: Sequence[Entry]) -> None:
         """Count, if the guard admits them."""
         for entry in entries:
@@ -75,7 +80,7 @@ class EventCounter(Journal):
             self._runs.append((event, 1))
 
     def state_dict(self) -> list[tuple[Any, int]]:
-        """The events in their order, equal ones together."""
+        """`runs`, to be written down."""
         return [(event_to_json(event), times) for event, times in self._runs]
 
     def load_state_dict(self, state: Sequence[tuple[Any, int]]) -> None:

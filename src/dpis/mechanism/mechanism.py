@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,10 @@ class Mechanism:
         self._used: set[Occasion] = set()
         self._ahead = ahead
         self._draws = 0
-        self._outstanding: deque[Draw] = deque()
+        self._outstanding: deque[tuple[Draw, Terms]] = (
+            deque()
+        )  # a draw keeps the terms it was made under
+        self._noise_multiplier: float | None = None  # set by hand
         self.sampler: Sampler = (
             ImportanceSampler(
                 population,
@@ -141,6 +144,8 @@ class Mechanism:
         privacy.require_epoch(epoch)
         K_noisy = self._release_norm_sum(epoch, all_norms) if privacy.adapts else None
         terms = privacy.terms(epoch, self.clip_norm, K_noisy, self._spent)
+        if self._noise_multiplier is not None:
+            terms = replace(terms, noise_multiplier=self._noise_multiplier)
         steps = self.plan.workload.steps_per_epoch
         if self._ahead:
             self._spend(privacy.charge(terms, steps))
@@ -151,6 +156,44 @@ class Mechanism:
     def epoch(self) -> int:
         """The epoch that is under way or was last, from 1; 0 before the first."""
         return 0 if self.terms is None else self.terms.epoch
+
+    @property
+    def noise_multiplier(self) -> float:
+        """``z`` of the draws to come; before the first epoch of a plan that adapts there is none."""
+        if self.terms is not None:
+            return self.terms.noise_multiplier
+        if self.plan.privacy.adapts:
+            raise InputError("the noise of an epoch is solved when it begins: ask again then")
+        planned = self.plan.privacy.planned_noise[0]
+        return planned if self._noise_multiplier is None else self._noise_multiplier
+
+    def set_noise_multiplier(self, noise_multiplier: float) -> None:
+        """Set ``z`` of the draws to come, by a public schedule: where the plan covers it, each step is charged with it.
+
+        Draws that were made keep theirs: nobody looks at a batch and then chooses what it costs.
+        """
+        if self._ahead:
+            raise InputError(
+                "the steps of an epoch are paid for when it begins: their noise cannot be set"
+            )
+        if not self.plan.privacy.adapts and noise_multiplier == self.noise_multiplier:
+            return
+        self.plan.privacy.require_noise(noise_multiplier)
+        self._noise_multiplier = float(noise_multiplier)
+        if self.terms is not None:
+            self.terms = replace(self.terms, noise_multiplier=self._noise_multiplier)
+
+    def set_clip_norm(self, clip_norm: float) -> None:
+        """Set ``C`` of the draws to come, by a public schedule. Events stay: noise is measured in units of ``C``."""
+        if self.plan.privacy.adapts or self.plan.config.clipping is not None:
+            raise InputError(
+                "the clip norm of an adaptive run cannot be set: noise and clip norm follow from released norms. Use "
+                "another method"
+            )
+        self.sampler.set_clip_norm(clip_norm)
+        self.clip_norm = self.sampler.clip_norm
+        if self.terms is not None:
+            self.terms = replace(self.terms, clip_norm=self.clip_norm)
 
     def abandon_epoch(self) -> None:
         """Give up the steps that are left. Draws that wait for their release wait on: nobody draws twice for one step.
@@ -168,7 +211,7 @@ class Mechanism:
     @property
     def waiting_draws(self) -> tuple[Draw, ...]:
         """Draws that were made and not released, oldest first: they are delivered again until they are (rule 26)."""
-        return tuple(self._outstanding)
+        return tuple(draw for draw, _ in self._outstanding)
 
     def chance(self, purpose: str, step: int) -> Stream:
         """What is random about the records of a step beside coins and noise: masks, transforms (rule 23)."""
@@ -232,8 +275,9 @@ class Mechanism:
             )
         coins = self._key.stream("coins", self._draws)
         self._draws += 1
-        self._outstanding.append(self.sampler.draw(self.terms.sampling_rate, coins))
-        return self._outstanding[-1]
+        draw = self.sampler.draw(self.terms.sampling_rate, coins)
+        self._outstanding.append((draw, self.terms))
+        return draw
 
     def start_sum(self, draw: Draw, parameters: Mapping[str, Tensor]) -> GradientSum:
         """To be filled with the gradients of the drawn records, tape by tape.
@@ -309,13 +353,13 @@ class Mechanism:
         }
 
     def _require_oldest(self, draw: Draw) -> Terms:
-        """Draws are released once each, in their order."""
-        if self.terms is None or not self._outstanding or draw is not self._outstanding[0]:
+        """Draws are released once each, in their order, under the terms they were made under."""
+        if not self._outstanding or draw is not self._outstanding[0][0]:
             raise BudgetExceededError(
                 "a gradient is released once for every draw, in the order of the draws: the coins of a step are "
                 "fresh, and this draw was released already or is not the oldest. Draw again; nothing was released"
             )
-        return self.terms
+        return self._outstanding[0][1]
 
     # ── accounting ───────────────────────────────────────────────────────────────────────────────────
 
@@ -344,7 +388,8 @@ class Mechanism:
         return {
             "step": self.step,
             "draws": self._draws,
-            "waiting": [(draw.indices, draw.importance) for draw in self._outstanding],
+            "waiting": [(d.indices, d.importance, asdict(terms)) for d, terms in self._outstanding],
+            "noise_multiplier": self._noise_multiplier,
             "steps_left": self.steps_left,
             "clip_norm": self.clip_norm,
             "update_scale": self.update_scale,
@@ -364,7 +409,11 @@ class Mechanism:
         self._spent = Counter({event_from_json(event): n for event, n in state["spent"]})
         self._used = {Occasion(purpose, epoch) for purpose, epoch in state["used"]}
         self._draws = state["draws"]
-        self._outstanding = deque(Draw(*parts) for parts in state["waiting"])
+        self._noise_multiplier = state["noise_multiplier"]
+        self._outstanding = deque(
+            (Draw(indices, importance), Terms(**terms))
+            for indices, importance, terms in state["waiting"]
+        )
         self.sampler.load_state_dict(state["sampler"])
 
 

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from dpis.errors import InputError
-from dpis.runs.checkpoint import DamagedCheckpointError, read_checkpoint, write_checkpoint
+from dpis.runs.checkpoint import (
+    DamagedCheckpointError,
+    read_checkpoint,
+    sealed,
+    unsealed,
+    write_checkpoint,
+)
 
 
-def save_secret_state(path: Path, state: dict[str, Any]) -> None:
-    """Replace the checkpoint by one that holds this state."""
+def save_secret_state(place: Path | IO[bytes], state: dict[str, Any]) -> None:
+    """Replace the checkpoint by one that holds this state; or write it into an open file, which its owner protects."""
     buffer = io.BytesIO()  # torch has an error of its own for a full disk
     torch.save(state, buffer)
-    write_checkpoint(path, buffer.getbuffer())
+    if isinstance(place, Path):
+        write_checkpoint(place, buffer.getbuffer())
+    else:
+        place.write(sealed(buffer.getbuffer()))
 
 
-def load_secret_state(path: Path, *parts: str) -> dict[str, Any]:
+def load_secret_state(place: Path | IO[bytes], *parts: str) -> dict[str, Any]:
     """The state that was saved last: tensors and plain values alone, nothing in the file is run.
 
     Args:
-        path: the checkpoint file.
+        place: the checkpoint file, or a file that is open at the beginning of what was written.
         parts: what it must hold.
 
     Raises:
         InputError: there is none, it is not one of ours, or it is of another kind.
     """
-    content = io.BytesIO(read_checkpoint(path))
+    path = place if isinstance(place, Path) else Path(str(getattr(place, "name", "the file")))
+    content = io.BytesIO(
+        read_checkpoint(path) if isinstance(place, Path) else unsealed(place.read(), path)
+    )
     try:
         state = torch.load(content, map_location="cpu", weights_only=True)
     except Exception:  # torch and pickle have many for bytes that are not theirs

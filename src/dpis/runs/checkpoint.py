@@ -12,7 +12,7 @@ from pathlib import Path
 from dpis.errors import InputError
 from dpis.runs.folder import SECRET, write_whole
 
-FORMAT = "dpis-checkpoint/2"
+FORMAT = "dpis-checkpoint/3"
 NOTICE = (
     "SECRET: this file holds the key of the run's noise and a gradient norm of every record. Whoever has it can undo "
     "the protection. It is deleted when the run is complete."
@@ -56,6 +56,19 @@ def read_checkpoint(path: Path) -> memoryview:
         content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    return unsealed(content, path)
+
+
+def unsealed(content: bytes, path: Path) -> memoryview:
+    """The state that `sealed` was given.
+
+    Args:
+        content: what it made of it.
+        path: of the file that held it, for errors.
+
+    Raises:
+        InputError: it is not whole, or another version wrote it.
+    """
     if content.startswith(_OTHER_VERSIONS) and not content.startswith(f"{FORMAT} ".encode()):
         raise InputError(
             f"{path} is a checkpoint of another version, this one reads {FORMAT}: go on with the version of dpis that "

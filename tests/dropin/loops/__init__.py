@@ -59,8 +59,13 @@ class Loop:
         return torch.cat([p.detach().flatten() for p in self.plain_model.parameters()])
 
     @property
+    def gradient(self) -> Tensor:
+        """What the last step left in ``p.grad``."""
+        return torch.cat([p.grad.flatten() for p in self.plain_model.parameters()])
+
+    @property
     def session(self) -> Any:
-        return self.engine._session
+        return self.engine._runs[-1].session
 
 
 def private(
