@@ -17,7 +17,7 @@ door:
 
 | door | how it is said |
 |---|---|
-| command line | `dpis train --clip-norm 0.1` |
+| command line | `dpis train --clip-norm 0.1`; `dpis plan` takes those that decide about noise |
 | `dpis.train` | `privacy=dpis.Privacy(clip_norm=0.1)`, `training=dpis.Training(ema=0.95)`; the most common ones as words of their own: `epsilon=2.0` |
 | `PrivacyEngine` | any option of `Privacy` as a word, `headroom=2.0`, or `privacy=dpis.Privacy(...)`; `epsilon`, `delta` and `clip_norm` have Opacus's names |
 | Lightning, Hugging Face | `privacy=dpis.Privacy(...)` |
