@@ -97,7 +97,7 @@ class Dying:
             for name in ("fsync", "replace", "open", "mkdir"):
                 patch.setattr(os, name, self.after(getattr(os, name)))
             patch.setattr(Path, "unlink", self.after(Path.unlink))
-            patch.setattr(ledger_writer, "_write_through", self.half_written)
+            patch.setattr(ledger_writer, "write_through", self.half_written)
             handle = register_optimizer_step_post_hook(self.stepped)
             try:
                 yield
