@@ -131,7 +131,7 @@ class PrivacyPlan(ABC):
         if epoch < 1 or (self.last_epoch is not None and epoch > self.last_epoch):
             raise BudgetExceededError(
                 f"the plan has {self.last_epoch} epochs and all are done: a step more is not covered by the claim. "
-                "Plan for more epochs from the start"
+                "Plan for more epochs from the start, or train with a given noise and without a promise"
             )
 
     def terms(

@@ -228,9 +228,9 @@ class PrivacyEngine:
     def _run_of(self, module: nn.Module) -> PrivateRun:
         if not self._runs:
             raise InputError("nothing is private yet: call make_private first")
-        plain = getattr(module, "_module", module)
+        held = set(map(id, module.parameters()))
         for run in self._runs:
-            if run.session.gradients.module is plain:
+            if held.issuperset(map(id, run.session.gradients.parameters.values())):
                 return run
         raise InputError(
             "the module is none that this engine made private: give the one it returned"

@@ -104,13 +104,22 @@ def test_adamw_groups_scheduler() -> None:
 
 
 def test_hf_get_scheduler_and_clip_grad_norm() -> None:
-    loop, expected = private(), private().train()
-    for inputs, targets in loop.loader:
-        loop.optimizer.zero_grad()
-        functional.cross_entropy(loop.model(inputs), targets).backward()
-        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)  # nothing to clip before the step
-        loop.optimizer.step()
-    assert torch.equal(loop.weights, expected.weights)
+    """``get_scheduler("linear", ...)`` is a `LambdaLR`; gradients are clipped before the step, when there are none."""
+
+    def trained(clipped: bool) -> Loop:
+        loop = private()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 - step / 5)
+        for inputs, targets in loop.loader:
+            functional.cross_entropy(loop.model(inputs), targets).backward()
+            if clipped:
+                nn.utils.clip_grad_norm_(loop.model.parameters(), 0.01)
+            loop.optimizer.step()
+            scheduler.step()
+            loop.optimizer.zero_grad()
+        return loop
+
+    assert torch.equal(trained(True).weights, trained(False).weights)
+    assert not torch.equal(trained(True).weights, private().train().weights)
 
 
 def test_zero_grad_set_after_backward_order() -> None:
