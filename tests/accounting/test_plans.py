@@ -308,9 +308,16 @@ def test_every_kind_is_here():
 
 
 def test_noise_that_cannot_be_accounted_for_is_refused():
-    for noise in (0.0, -1.0, math.nan, math.inf):
+    for noise in (1e-3, -1.0, math.nan, math.inf):
         with pytest.raises(InputError, match="noise_multiplier"):
             OpenEndedPlan(workload=SHORT, noise_multiplier=noise)
+
+
+def test_without_noise_epsilon_is_infinite_before_and_after_any_step():
+    plan = OpenEndedPlan(workload=SHORT, noise_multiplier=0.0)
+    event = PoissonGaussian(sampling_rate=0.1, noise_multiplier=1.0)
+    for spent in (Composition(), Composition.of(event)):
+        assert plan.epsilon_of(spent, 1e-5) == math.inf
 
 
 @pytest.mark.parametrize(("n_public", "batch_size"), [(1989, 7), (999, 21), (60_000, 512)])

@@ -167,7 +167,7 @@ def test_lightning_needs_a_horizon_for_a_target() -> None:
 def test_lightning_plans_for_its_epochs_and_logs_epsilon_at_the_planned_delta() -> None:
     pytest.importorskip("lightning")
     trainer, callback = fit(small_module(), TARGET, max_epochs=3)
-    config = callback.engine.accountant.plan.config
+    config = callback.engine.accountant.plans[-1].config
     assert (config.epochs, config.epsilon, config.delta) == (3, 2.0, 1e-3)
     spent = callback.engine.get_epsilon(1e-3)
     assert trainer.callback_metrics["epsilon"] == pytest.approx(spent, rel=1e-5)
