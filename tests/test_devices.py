@@ -175,7 +175,7 @@ def dropin_step(width: int = 8) -> set[Event]:
     data = TensorDataset(torch.randn(RECORDS, 6), torch.randint(0, 4, (RECORDS,)))
     with elsewhere() as traffic, pytest.MonkeyPatch.context() as patch:
         # A tensor has one class: outputs that are elsewhere cannot be watched too.
-        patch.setattr("dpis.dropin.module.watched_outputs", lambda outputs, tape: outputs)
+        patch.setattr("dpis.dropin.session.watched_outputs", lambda outputs, *_: outputs)
         model = moved(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 4)))
         model, optimizer, loader = PrivacyEngine().make_private(
             module=model,

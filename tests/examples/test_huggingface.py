@@ -163,7 +163,6 @@ def test_hugging_face_empty_batches_are_steps(tmp_path: Path) -> None:
     "settings",
     [
         {"gradient_accumulation_steps": 2},
-        {"bf16": True},
         {"dataloader_drop_last": True},
         {"label_smoothing_factor": 0.1},
         {"include_num_input_tokens_seen": True},

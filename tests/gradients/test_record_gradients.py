@@ -492,7 +492,6 @@ class TestLaterBatches:
 
     def test_batch_norm_put_back_into_training(self) -> None:
         module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).eval()
-        module[1].requires_grad_(False)
         gradients = RecordGradients(module, nn.CrossEntropyLoss())
         gradients(labelled(8), ones)
         module.train()
