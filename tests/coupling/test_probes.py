@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpis.coupling import owners
 from dpis.coupling.agreement import PlainGradients, norms_fit, same_gradient, without_dropout
 from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
 from dpis.coupling.looks import Looks
@@ -137,6 +139,56 @@ def test_rows_are_known_by_what_they_are_made_of(
 ) -> None:
     leaf = ROWS.clone().requires_grad_()
     assert owners_of(turned(leaf), [(leaf, 0)]).tolist() == owners
+
+
+MOVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda out: out,
+    "shifted tokens": lambda out: out[..., :-1, :].contiguous().view(-1, 5),
+    "positions first": lambda out: out.transpose(0, 1).reshape(-1, 5),
+    "every second": lambda out: out[::2, 1:].flatten(0, 1),
+    "the last ones": lambda out: out[-2:].reshape(-1, 5),
+    "in half precision": lambda out: out.bfloat16().float().view(-1, 5)[:, :5],
+    "twice reshaped": lambda out: out.view(3, 2, 2, 5).transpose(1, 2).reshape(-1, 5),
+    "reshaped, then transposed": lambda out: out.reshape(4, 3, 5).transpose(0, 1).reshape(-1, 5),
+    "fewer features": lambda out: out[..., :3].reshape(-1, 3),
+    "features among rows": lambda out: out.reshape(-1, 1),
+    "features first": lambda out: out.permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_rows_that_were_only_moved_are_known_without_asking(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf = torch.randn(3, 4, 5, requires_grad=True)
+    rows = MOVES[name](leaf.clone())
+    quick = owners._moved_alone(rows, [(leaf, 0)])
+    assert (quick is None) == ("features" in name)
+    monkeypatch.setattr(owners, "_moved_alone", lambda *_: None)
+    assert quick is None or torch.equal(quick, owners_of(rows, [(leaf, 0)]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_chains_of_moves_are_followed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any chain: the numbers that are moved agree with what derivatives answer, or nothing is said."""
+    chance, leaf = random.Random(seed), torch.randn(4, 3, 6, 5, requires_grad=True)
+    dim, rows = chance.randrange(3), leaf.clone()
+    for _ in range(chance.randrange(1, 6)):
+        kinds = [
+            lambda x: x.transpose(*(chance.randrange(x.ndim - 1) for _ in range(2))),
+            lambda x: x[chance.choice([slice(1, None), slice(None, None, 2), slice(-2, None)])],
+            lambda x: x.flatten(0, -2) if x.ndim > 2 else x.unflatten(0, (1, -1)),
+            lambda x: x.contiguous().clone(),
+        ]
+        rows = chance.choice(kinds)(rows)
+    quick = owners._moved_alone(rows, [(leaf, dim)])
+    monkeypatch.setattr(owners, "_moved_alone", lambda *_: None)
+    try:
+        asked = owners_of(rows, [(leaf, dim)])
+    except CouplingError:
+        assert quick is None
+    else:
+        assert quick is None or torch.equal(quick, asked)
 
 
 def test_more_rows_than_one_digit_tells() -> None:

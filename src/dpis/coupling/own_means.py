@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class OwnMeans:
         Raises:
             CouplingError: if the weights of the mean belong to the batch.
         """
-        given = inspect.signature(function).bind(*args, **kwargs)
+        given = _signature(function).bind(*args, **kwargs)
         given.apply_defaults()
         values = given.arguments
         if _reduction(values) != "mean" or not values["input"].requires_grad:
@@ -106,6 +107,9 @@ class OwnMeans:
         if not self._said:
             self._said = True
             warnings.warn(OwnMeanWarning(), stacklevel=2)
+
+
+_signature = lru_cache(inspect.signature)
 
 
 def _reduction(values: dict[str, Any]) -> str:

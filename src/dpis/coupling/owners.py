@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ Outputs = Sequence[tuple[Tensor, int]]
 def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
     """The record of every row of a tensor, by its place in the batch.
 
-    Every row is given a number and asked, by derivatives, which outputs it is made of: the entry of an output that
-    has weight ``a`` in row ``m`` alone answers ``m * a``. Nothing is assumed about shapes.
+    Where autograd's graph shows that entries of one output were moved about and nothing else (reshaped, cut,
+    transposed), numbers of records are moved in the same way. Else every row is given a number and asked, by
+    derivatives, which outputs it is made of: the entry of an output that has weight ``a`` in row ``m`` alone answers
+    ``m * a``. Nothing is assumed about shapes.
 
     Args:
         rows: made of the outputs, and open to gradients; its first dimension is asked.
@@ -44,8 +47,13 @@ def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
         >>> owners_of(logits[:, 1:].reshape(-1, 5), [(logits, 0)])
         tensor([0, 0, 1, 1])
     """
+    moved = _moved_alone(rows, outputs)
+    if moved is not None:
+        return moved
     generator = torch.Generator().manual_seed(0)
     owners = torch.full((len(rows),), UNKNOWN, device=rows.device)
+    if not rows.numel():
+        return owners
     for number in range(ROUNDS):
         asked = owners == UNKNOWN
         weights = _weights(rows, generator, everywhere=number > 0)
@@ -57,6 +65,87 @@ def owners_of(rows: Tensor, outputs: Outputs) -> Tensor:
         if not bool((asked & (owners != UNKNOWN)).any()):
             break
     return owners
+
+
+def _moved_alone(rows: Tensor, outputs: Outputs) -> Tensor | None:
+    """The same from autograd's graph; None, where it shows anything but moves.
+
+    Features, the last dimension, stay together: one number stands for all of them.
+    """
+    moves, node = [], rows.grad_fn
+    while node is not None and node.name() in _MOVES and len(node.next_functions) == 1:
+        moves.append(node)
+        node = node.next_functions[0][0]
+    leaf = rows if node is None else getattr(node, "variable", None)
+    dim = next((dim for output, dim in outputs if output is leaf), None)
+    if leaf is None or dim is None or leaf.ndim < 2 or dim == leaf.ndim - 1 or not rows.numel():
+        return None
+    features, shapes = leaf.shape[-1], [tuple(rows.shape)]
+    for node in moves:  # what comes out of one is what goes into the next
+        shapes.append(_sizes_before(node, shapes[-1]))
+    numbers = torch.arange(leaf.shape[dim], device=leaf.device)
+    numbers = numbers.reshape([-1 if d == dim else 1 for d in range(leaf.ndim)])
+    numbers = numbers.expand(*leaf.shape[:-1], 1)
+    for node, shape in reversed(list(zip(moves, shapes, strict=False))):
+        changed = _MOVES[node.name()](numbers, node, shape, features)
+        if changed is None:
+            return None
+        numbers = changed
+    by_row = numbers.flatten(1)
+    if tuple(numbers.shape) != (*rows.shape[:-1], 1) or bool((by_row != by_row[:, :1]).any()):
+        return None
+    return by_row[:, 0].contiguous()
+
+
+def _sizes_before(node: Any, behind: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the tensor that a move was applied to: saved, or those behind it, exchanged where it transposes."""
+    if hasattr(node, "_saved_self_sym_sizes"):
+        return tuple(node._saved_self_sym_sizes)
+    sizes = list(behind)
+    if node.name() == "TransposeBackward0":
+        one, other = _exchanged(node, len(sizes))
+        sizes[one], sizes[other] = sizes[other], sizes[one]
+    return tuple(sizes)
+
+
+def _exchanged(node: Any, ndim: int) -> tuple[int, int]:
+    return _signed(node._saved_dim0) % ndim, _signed(node._saved_dim1) % ndim
+
+
+def _signed(number: int) -> int:
+    """Autograd shows negative numbers as if they had no sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _reshaped(numbers: Tensor, node: Any, shape: tuple[int, ...], features: int) -> Tensor | None:
+    whole = shape[-1:] == tuple(node._saved_self_sym_sizes[-1:]) == (features,)
+    return numbers.reshape(*shape[:-1], 1) if whole else None
+
+
+def _cut(numbers: Tensor, node: Any, shape: tuple[int, ...], features: int) -> Tensor | None:
+    dim = _signed(node._saved_dim) % numbers.ndim
+    place = slice(_signed(node._saved_start), _signed(node._saved_end), node._saved_step)
+    if dim == numbers.ndim - 1:
+        return numbers if range(features)[place] == range(features) else None
+    return numbers[(*[slice(None)] * dim, place)]
+
+
+def _transposed(numbers: Tensor, node: Any, shape: tuple[int, ...], features: int) -> Tensor | None:
+    dims = _exchanged(node, numbers.ndim)
+    return None if numbers.ndim - 1 in dims else numbers.transpose(*dims)
+
+
+def _as_they_are(numbers: Tensor, *_: Any) -> Tensor | None:
+    return numbers
+
+
+_MOVES: dict[str, Callable[[Tensor, Any, tuple[int, ...], int], Tensor | None]] = {
+    **dict.fromkeys(("CloneBackward0", "AliasBackward0", "ToCopyBackward0"), _as_they_are),
+    **dict.fromkeys(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"), _reshaped),
+    "SliceBackward0": _cut,
+    "TransposeBackward0": _transposed,
+}
+"""Operations of autograd that move entries about: from numbers before to numbers behind."""
 
 
 def _weights(rows: Tensor, generator: torch.Generator, *, everywhere: bool) -> Tensor:
