@@ -177,10 +177,10 @@ class PrivateTrainer(Trainer):
         given, labels = labels_among(inputs)
         if not labels:
             raise InputError(f"every row needs labels, found {', '.join(given)}")
-        kind = model.head_losses.kind((), given, labels)
+        own = None if self._row_losses else model.head_losses.kind((), given, labels)
         outputs = model(**given)
-        if self._row_losses is None and kind is not None:
-            losses = kind(outputs, labels)
+        if own is not None:
+            losses = own(outputs, labels)
         else:
             losses = (self._row_losses or classification_losses)(outputs, labels["labels"])
         rows = batches.rows(labels)

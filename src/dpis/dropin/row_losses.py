@@ -142,7 +142,10 @@ class HeadLosses:
             except Exception:
                 return None  # it cannot do without: then it returns what it returns
             made_up = {n: _made_up(n, label, unlabelled, generator) for n, label in own.items()}
-            outputs = self._module(*some, **named, **made_up)
+            try:
+                outputs = self._module(*some, **named, **made_up)
+            except TypeError:
+                return None  # it takes no labels
             if not _has_loss(outputs):
                 return None
             for kind in KINDS:

@@ -260,6 +260,7 @@ def test_dropout_and_checkpointing_encoder() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_compile_make_private(before: bool) -> None:
     model = mlp()

@@ -347,7 +347,7 @@ def test_a_private_lora_fine_tune_is_the_same_through_every_door(tmp_path: Path)
         engines.append(train(model, Items(HEADS["gpt2_labels_loss"][1]), tmp_path))
         trained = [p.detach().flatten() for p in model.parameters() if p.requires_grad]
         weights.append(torch.cat(trained))
-    spent = [engine._session.mechanism.spent for engine in engines]
+    spent = [engine._runs[-1].session.mechanism.spent for engine in engines]
     assert spent[0] == spent[1] == spent[2]
     assert sum(spent[0].values()) == STEPS
     for other in weights[1:]:
