@@ -19,11 +19,11 @@ def tensors(batch: Batch) -> Iterator[Tensor]:
     """All tensors of a batch."""
     if isinstance(batch, Tensor):
         yield batch
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors(value)
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from tensors(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
             yield from tensors(value)
 
 
