@@ -29,7 +29,6 @@ from dpis.coupling.neighbours import (
 from dpis.coupling.outputs import WatchedOutput, unwatch, watched_outputs
 from dpis.coupling.own_means import OwnMeans
 from dpis.coupling.owners import UNKNOWN, owners_of
-from dpis.coupling.weight_penalty import WeightPenalty
 from dpis.errors import CouplingError
 
 ROWS = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
@@ -90,7 +89,6 @@ def differentiate(loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
     rules = LossRules(
         mean=True,
         means=OwnMeans(),
-        penalty=WeightPenalty(),
         look=lambda watch, *given: probe.refuse_coupled(*given, [watch.leaves], tape),
     )
     watch = LossWatch(len(ROWS), rules, tape=tape)

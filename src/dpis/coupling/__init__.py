@@ -26,7 +26,7 @@ rarely, never for the last time. A look draws from no generator of the user's, a
 | fast gradients that are not autograd's  | agreement        | looks, at forward passes       | 8 records, then 4   |
 | means over unlike weights of the batch  | own_means,       | every call of such a loss, to  | none; where rows    |
 |                                         | owners           | take a record's own instead    | moved, 3 backward   |
-| penalties on weights, to be taken out   | weight_penalty   | every addition to a loss       | 1 backward          |
+| penalties on weights, to be named       | weight_penalty   | every addition to a loss       | 1 backward          |
 | losses of a loop that couple rows       | loss, loss_tape  | looks, at forward passes       | the loss 15 times   |
 | what is trained beside the model        | outputs          | every call with an output      | a walk up the graph |
 

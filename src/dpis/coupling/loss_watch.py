@@ -13,9 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.own_means import OF_CLASSES, OF_NUMBERS, OwnMeans
-from dpis.coupling.owners import owners_of
-from dpis.coupling.weight_penalty import ADDITIONS, WeightPenalty
-from dpis.errors import MisuseError
+from dpis.coupling.owners import UNKNOWN, owners_of
+from dpis.errors import CouplingError, MisuseError
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -30,13 +29,11 @@ class LossRules:
     Attributes:
         mean: they are means over the records of a batch (else sums).
         means: replaces those that divide by something of the whole batch.
-        penalty: takes penalties on weights out of them.
         look: looks at a loss before it is differentiated, where there is a tape.
     """
 
     mean: bool
     means: OwnMeans
-    penalty: WeightPenalty
     look: Look
 
 
@@ -62,6 +59,7 @@ class LossWatch:
         self.leaves: list[tuple[Tensor, int]] = []
         self._rows_first: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._losses = 0
+        self._parts: set[tuple[int, ...]] = set()
         self._arrivals: set[bool] = set()
 
     def close(self) -> Sequence[Tensor]:
@@ -101,38 +99,28 @@ class LossWatch:
         if self._rows_first.get(rows) == rows._version:
             return torch.arange(self.records, device=rows.device)
         with torch._C.DisableTorchFunctionSubclass():
-            return owners_of(rows.as_subclass(Tensor), self.leaves)
+            owners = owners_of(rows.as_subclass(Tensor), self.leaves)
+        self._refuse_parts(owners)
+        return owners
 
-    def without_penalty(
-        self, function: Callable[..., Any], stranger: Tensor, leads_to: list[Tensor]
-    ) -> Tensor | None:
-        """What stands for a penalty on weights that is added to a loss; None: it is something else."""
-        if function not in ADDITIONS:
-            return None
-        found = self.rules.penalty.stand_in(stranger, leads_to)
-        if found is None:
-            return None
-        stand_in, coefficient = found
-
-        def arrived(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            share = float(leaf.grad) / self._begins_with
-            leaf.grad = None
-            self.rules.penalty.arrived(coefficient * share, leads_to)
-
-        stand_in.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-        return stand_in
+    def _refuse_parts(self, owners: Tensor) -> None:
+        """Means of some records alone, added up by the loop, would each be divided by the number of all."""
+        found = sorted(set(owners[owners != UNKNOWN].tolist()))
+        if len(found) < self.records:
+            self._parts.add(tuple(found))
+        if len(self._parts) > 1:
+            raise CouplingError(_IN_PARTS)
 
     def refuse_rounded(self, result: object) -> None:
         """A mean in half precision is rounded after it was divided by the number of drawn records."""
         if not self.rules.mean or not isinstance(result, Tensor):
             return
-        if result.ndim == 0 and result.requires_grad and result.dtype not in FULL_PRECISION:
+        if result.requires_grad and result.dtype not in FULL_PRECISION:
             raise MisuseError(
-                f"a mean must be computed in float32, found {result.dtype}: it is rounded after it was divided by the "
-                "number of drawn records, so one record more would change the gradients of all others, by more than "
-                "the noise is made for. Compute the loss of outputs.float(), or sum it (reduction='sum') and say so by "
-                "make_private(loss_reduction='sum')"
+                f"a mean must be computed in float32, found {result.dtype}: it may be rounded after it was divided by "
+                "the number of drawn records, so one record more would change the gradients of all others, by more "
+                "than the noise is made for. Compute the loss of outputs.float(), or sum it (reduction='sum') and say "
+                "so by make_private(loss_reduction='sum')"
             )
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────────────
@@ -193,3 +181,10 @@ class LossWatch:
                 "a mean cannot be told. Call loss.backward() for both"
             )
         return float(self._begins_with) if self._arrivals == {False} else 1.0
+
+
+_IN_PARTS = (
+    "Means over the terms of some records alone were computed one after another: each divides by the records of the "
+    "whole batch, and a mean over them does so again, so that every gradient would carry the number of drawn records. "
+    "Use reduction='none' or 'sum' for each, divide by the record's own number of terms, and take one mean over records"
+)

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpis import batches
 from dpis.coupling.loss_watch import LossWatch
+from dpis.coupling.weight_penalty import refuse_penalty
 from dpis.errors import MisuseError
 
 _LEAVES: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
@@ -82,7 +83,7 @@ class WatchedOutput(Tensor):
             given = list(batches.tensors((args, kwargs)))
             watch = next((watch for watch in map(_watch_of, given) if watch), None)
             if torch.is_grad_enabled():
-                args, kwargs = _without_strangers(function, given, args, kwargs, watch)
+                _refuse_strangers(function, given)
         own = None if watch is None else watch.own_mean(function, args, kwargs)
         if own is not None:
             return own
@@ -147,39 +148,21 @@ def _passed_on(tensor: Tensor, watch: LossWatch | None) -> Tensor:
     return tensor
 
 
-def _without_strangers(
-    function: Callable[..., Any],
-    given: Sequence[Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    watch: LossWatch | None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _refuse_strangers(function: Callable[..., Any], given: Sequence[Tensor]) -> None:
     """What is trained beside the model sees records without noise, and shows them to the model in the next step.
 
-    Returns:
-        The arguments; a penalty on weights, which sees no record, has a stand-in.
-
     Raises:
-        MisuseError: for anything else that is trained.
+        MisuseError: if any is among the tensors that a function is given with outputs.
     """
     if not any(isinstance(tensor, WatchedOutput) and tensor.requires_grad for tensor in given):
-        return args, kwargs
+        return
     for tensor in given:
         if isinstance(tensor, WatchedOutput) or not tensor.requires_grad:
             continue
         leads_to = list(_trained_by(tensor))
-        if not leads_to:
-            continue
-        stand_in = None if watch is None else watch.without_penalty(function, tensor, leads_to)
-        if stand_in is None:
+        if leads_to:
+            refuse_penalty(function, tensor, leads_to)
             raise MisuseError(_TRAINED_BESIDE)
-        _LEAVES[stand_in] = True
-        args, kwargs = _exchanged(tensor, stand_in, args), _exchanged(tensor, stand_in, kwargs)
-    return args, kwargs
-
-
-def _exchanged(one: Tensor, other: Tensor, given: Any) -> Any:
-    return batches.apply(lambda tensor: other if tensor is one else tensor, given)
 
 
 def _trained_by(tensor: Tensor) -> Iterator[Tensor]:

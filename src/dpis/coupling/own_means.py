@@ -83,15 +83,17 @@ class OwnMeans:
             return by_term.mean()
         if by_term.ndim == 0:
             return None  # a single term, divided by its own weight
-        counted, size = torch.ones_like(by_term, dtype=torch.bool), 1.0
+        counted, size = (
+            torch.ones_like(by_term, dtype=torch.bool),
+            self._size(values["weight"], number),
+        )
         if not values["target"].is_floating_point():
             counted = values["target"] != values["ignore_index"]
-            size = self._size(values["weight"], number)
         if values["weight"] is not None or not bool(counted.all()):
             self._say()
         of = owners(values["input"])
         if size == 1.0 and by_term.ndim == 1 and torch.equal(of, torch.arange(records).to(of)):
-            return by_term.sum() / records  # one term a record; one that does not count is zero
+            return by_term.mean()  # one term a record; one that does not count is zero
         return _by_record(by_term / size, counted, of, records).mean()
 
     def _size(self, weight: Tensor | None, number: int) -> float:

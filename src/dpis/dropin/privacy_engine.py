@@ -183,13 +183,20 @@ class PrivacyEngine:
             checkpoint_dict: more to keep: tensors, numbers, texts, and lists and dictionaries of these.
             module_state_dict_kwargs: for ``module.state_dict``.
         """
+        run = self._run_of(module)
+        if len(self.accountant) > run.journal.position:
+            raise InputError(
+                "this engine has spent more than the checkpoint of one model holds (another model, or a history that "
+                "was loaded before make_private): what goes on from it would report too small an epsilon. Load the "
+                "history after make_private; for several models take an engine for each, and add up their epsilons"
+            )
         parts = _parts(optimizer, noise_scheduler, grad_clip_scheduler)
         state = {
             "module_state_dict": module.state_dict(**(module_state_dict_kwargs or {})),
             "checkpoint_dict": checkpoint_dict or {},
             **{name: part.state_dict() for name, part in parts.items()},
         }
-        self._run_of(module).save(path, state)
+        run.save(path, state)
 
     def load_checkpoint(
         self,

@@ -20,7 +20,6 @@ from dpis.coupling.outputs import unwatch, watched_outputs
 from dpis.coupling.own_means import OwnMeans
 from dpis.coupling.padding import PaddedOtherwise
 from dpis.coupling.padding_trials import PaddingTrials
-from dpis.coupling.weight_penalty import WeightPenalty
 from dpis.coupling.writes import ModelState, unwritten
 from dpis.dropin.blank import empty_outputs
 from dpis.dropin.delivered import Delivered
@@ -58,7 +57,7 @@ class Session:
         self._step: Step | None = None
         self._trials = PaddingTrials(lambda *given: self.gradients.agree(*given))
         self._probe = LossProbe()
-        self._rules = LossRules(mean, OwnMeans(), WeightPenalty(), self._look_at_loss)
+        self._rules = LossRules(mean, OwnMeans(), self._look_at_loss)
         self._template: Any = None
         self._looks = Looks()  # at forward passes
         self._closed = False
@@ -70,7 +69,6 @@ class Session:
     def _train(self, gradients: DeferredGradients) -> None:
         """From now on these parameters are trained, and no gradient may arrive at them by itself."""
         self.gradients = gradients
-        self._rules.penalty.begin(gradients.parameters)
         while self._guards:
             self._guards.pop().remove()
         self._guards = [
@@ -370,6 +368,7 @@ class Session:
 
     def release(self) -> dict[str, Tensor] | None:
         """The noisy gradient of this step; None, while parts of the draw are to come."""
+        self._follow_thaws()
         self.fold()
         step = self._step
         assert step is not None
@@ -388,8 +387,7 @@ class Session:
             step.state.check_unwritten()
         update = self.mechanism.release_sum(step.sum)
         self._forget_draw()
-        update = update if self._rules.mean else self._as_sum(update)
-        return self._rules.penalty.add_to(update)
+        return update if self._rules.mean else self._as_sum(update)
 
     def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""

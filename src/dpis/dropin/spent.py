@@ -87,6 +87,11 @@ class SpentSoFar:
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """The history, under the names of Opacus. For whole checkpoints see ``PrivacyEngine.save_checkpoint``."""
+        if any(plan.privacy.adapts or not plan.privacy.planned_noise[0] for plan in self.plans):
+            raise InputError(
+                "the history of steps alone does not tell what an adaptive run spent, whose noise followed what it "
+                "released, nor one without noise: whoever loads it would report too small an epsilon"
+            )
         state = {} if destination is None else destination
         state.update(history=self.history, mechanism=self.mechanism())
         return state

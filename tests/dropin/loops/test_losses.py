@@ -349,55 +349,22 @@ PENALTIES: dict[str, Callable[[Tensor, nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize("penalised", PENALTIES.values(), ids=PENALTIES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_loss_l2_penalty_in_loss(penalised: Any, reduction: str) -> None:
-    """The same steps as with the optimizer's weight decay, empty batches and parts included."""
-
-    def trained(penalty: bool, decay: float) -> Tensor:
-        loop = private(
-            dataset=data(12),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=decay),
-            n_public=12,
-            loader={"batch_size": 1},
-            loss_reduction=reduction,
-        )
-        for _ in range(2):
-            for inputs, targets in loop.loader:
-                loop.optimizer.zero_grad()
-                loss = functional.cross_entropy(loop.model(inputs), targets, reduction=reduction)
-                (penalised(loss, loop.model) if penalty else loss).backward()
-                loop.optimizer.step()
-        return loop.weights
-
-    expected = trained(False, DECAY)
-    assert (expected - trained(False, 0.0)).norm() > 1e-3
-    torch.testing.assert_close(trained(True, 0.0), expected, rtol=1e-6, atol=1e-6)
+def test_loss_l2_penalty_in_loss(penalised: Any) -> None:
+    """Its coefficient may be made of data: refused, with the weight decay that equals it."""
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match=r"without noise.*weight_decay=0\.0[12] equals this one"):
+        penalised(loss, loop.plain_model)
 
 
-def test_a_penalty_moves_with_no_record() -> None:
-    """Of a batch in parts, how many parts there are is private."""
-
-    def in_parts(loop: Loop, inputs: Tensor, targets: Tensor) -> None:
-        loop.optimizer.zero_grad()
-        for x, y in zip(inputs.split(3), targets.split(3), strict=True):
-            loss = functional.cross_entropy(loop.model(x), y)
-            (loss + DECAY / 2 * squares(loop.model)).backward()
-        loop.optimizer.step()
-
-    assert_adds_its_own(in_parts, mlp, data(MOST))
-    penalties = []
-    for records in (MOST, 4):
-        moves = []
-        for step in (in_parts, by(functional.cross_entropy)):
-            loop = private(
-                dataset=data(records), method="dp-sgd", n_public=MOST, loader={"batch_size": MOST}
-            )
-            before = loop.weights
-            step(loop, *next(iter(loop.loader)))
-            moves.append(loop.weights - before)
-        penalties.append(moves[0] - moves[1])
-    torch.testing.assert_close(*penalties)
-    torch.testing.assert_close(penalties[0], -0.1 * DECAY * before)
+def test_a_penalty_made_of_a_count_is_refused_in_the_first_step() -> None:
+    """As round as one that somebody chose: it moved what was released by five clips."""
+    loop = private()
+    _, inputs, targets = first_batch(loop)
+    loss = functional.cross_entropy(loop.model(inputs), targets)
+    with pytest.raises(MisuseError, match="weight_decay"):
+        loss + 0.001 * (targets == 1).sum() * squares(loop.plain_model)
 
 
 NO_PENALTIES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -407,7 +374,6 @@ NO_PENALTIES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "unlike": lambda model, x: sum(  # type: ignore[misc]
         (1 + i) * p.square().sum() for i, p in enumerate(model.parameters())
     ),
-    "of somebody else": lambda model, x: nn.Linear(2, 2).weight.square().sum(),
 }
 
 
@@ -420,22 +386,33 @@ def test_what_is_no_plain_penalty_is_refused(other: Any) -> None:
         loss + other(loop.plain_model, inputs)
 
 
-def test_a_penalty_that_follows_the_data_is_refused() -> None:
+# ── means of some records alone ──────────────────────────────────────────────────────────────────────
+
+
+def test_means_of_one_record_after_the_other_are_refused() -> None:
+    """Each would be divided by the number of drawn records, and their mean once more."""
     loop = private()
     _, inputs, targets = first_batch(loop)
-    before = loop.weights
-    loss = functional.cross_entropy(loop.model(inputs), targets)
-    with pytest.raises(MisuseError, match=r"one coefficient.*weight_decay=\d.*equals this one"):
-        (loss + inputs.std() * squares(loop.plain_model)).backward()
-    assert torch.equal(before, loop.weights)
+    outputs = loop.model(inputs)
+    with pytest.raises(CouplingError, match="take one mean over records"):
+        torch.stack(
+            [functional.cross_entropy(outputs[i : i + 1], targets[i : i + 1]) for i in (0, 1)]
+        ).mean()
 
 
-def test_a_penalty_that_comes_later_is_refused() -> None:
-    loop = private().train(steps=2)
-    _, inputs, targets = first_batch(loop)
-    loss = functional.cross_entropy(loop.model(inputs), targets)
-    with pytest.raises(MisuseError, match="from the first step to the last"):
-        (loss + DECAY / 2 * squares(loop.plain_model)).backward()
+@pytest.mark.parametrize(
+    "halved",
+    [
+        lambda rows: rows.bfloat16().square().mean(0),
+        lambda rows: rows.bfloat16() / len(rows),
+        lambda rows: rows.half().square().mean(),
+    ],
+)
+def test_means_in_half_precision_are_refused_in_any_shape(halved: Any) -> None:
+    loop = private()
+    _, inputs, _ = first_batch(loop)
+    with pytest.raises(MisuseError, match="must be computed in float32"):
+        halved(loop.model(inputs))
 
 
 # ── several forward passes for one step ──────────────────────────────────────────────────────────────

@@ -127,6 +127,20 @@ def test_gram_norms_of_lookups_that_cancel(scale: float) -> None:
     law_norms_are_never_too_small(Lookup(indices, grads, 5), exact)
 
 
+@pytest.mark.parametrize("positions", [6, 60, 127, 128, 1000])
+@pytest.mark.parametrize("left", [1e-5, 1e-7])
+def test_a_lookup_whose_positions_cancel_is_as_long_as_its_norm_says(
+    positions: int, left: float
+) -> None:
+    """Added up in float32, one position after the other, it was up to 3.7 times as long."""
+    torch.manual_seed(0)
+    half = randn(8, positions // 2, 16)
+    grads = torch.cat([half, -half + left * randn(*half.shape)], dim=1).float()
+    factor = Lookup(torch.zeros(grads.shape[:2], dtype=torch.long), grads, 5)
+    for only in torch.diag(factor.squared_norms().rsqrt()):
+        assert float(factor.weighted_sum(only).double().norm()) <= 1 + 5e-4
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e2, 1e4])
 def test_norms_of_shared_weights_that_cancel(scale: float) -> None:
     """A tied weight whose two uses nearly undo each other."""
