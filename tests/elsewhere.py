@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "dpis"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "dpis"
 DEVICE = torch.device("meta")
 
 aten = torch.ops.aten
@@ -183,7 +183,7 @@ def _event(what: str) -> Event | None:
         if file.is_relative_to(SOURCE) and (file.name, frame.f_code.co_name) not in HANDING_ON:
             function = frame.f_code.co_qualname.split(".<")[0]  # not the lambda within
             return Event(f"{file.relative_to(SOURCE)}::{function}", frame.f_lineno, what)
-        if file.is_relative_to(ROOT) and file != Path(__file__):
+        if file.is_relative_to(TESTS) and file != Path(__file__):
             return None
         frame = frame.f_back
     return None
