@@ -93,6 +93,12 @@ KNOWN = (
         "counts every word of a record once",
     ),
     Known(
+        "gradients/factors/lookup.py::Lookup.block_sum",
+        SIZE,
+        "embedding-long",
+        "adds up every word of a chunk in float64, and no table of float64 is made",
+    ),
+    Known(
         "gradients/rules/embedding.py::_padded_bags",
         READS,
         "embedding-bag-ragged",
