@@ -147,9 +147,12 @@ def test_what_stands_for_a_mean_with_class_weights() -> None:
     torch.testing.assert_close(ours.detach(), losses.detach().mean() / WEIGHT.mean())
 
 
-def test_class_weights_made_of_the_batch_are_refused() -> None:
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_class_weights_made_of_the_batch_are_refused(probabilities: bool) -> None:
     def by_the_batch(out: Tensor, y: Tensor) -> Tensor:
-        return functional.cross_entropy(out, y, 1.0 / (1 + torch.bincount(y, minlength=3)).double())
+        weight = 1.0 / (1 + torch.bincount(y, minlength=3)).double()
+        target = functional.one_hot(y, 3).double() if probabilities else y
+        return functional.cross_entropy(out, target, weight)
 
     loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
     batches = iter(loop.loader)

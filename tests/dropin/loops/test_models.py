@@ -134,6 +134,26 @@ def test_gradual_unfreezing() -> None:
     assert torch.equal(model.get_parameter("2.weight"), last)
 
 
+def test_a_bare_gradient_of_a_thawed_layer_is_not_stepped_with() -> None:
+    """It arrived while nobody guarded the layer, and the loop skips the model where nobody was drawn."""
+    model = mlp()
+    model[0].requires_grad_(False)
+    loop = private(model, dataset=data(1), n_public=4000, loader={"batch_size": 1})
+    inputs, _ = next(iter(loop.loader))
+    assert not len(inputs)
+    model[0].requires_grad_(True)
+    model[2].requires_grad_(False)
+    weight = model.get_parameter("0.weight")
+    before = weight.detach().clone()
+    model(torch.ones(1, before.shape[1], dtype=before.dtype)).sum().backward()
+    bare = weight.grad.clone()
+    loop.optimizer.step()
+    moved = before - weight.detach()
+    assert moved.all()  # by noise
+    assert not torch.allclose(moved / moved.norm(), bare / bare.norm(), atol=1e-3)
+    assert not torch.equal(weight.grad, bare)
+
+
 def test_thawed_layers_are_clipped_with_the_others() -> None:
     def step(loop: Loop, inputs: Tensor, targets: Tensor) -> None:
         loop.plain_model[0].requires_grad_(True)  # after make_private and the draw
