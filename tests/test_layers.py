@@ -22,7 +22,7 @@ TOP = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "layers", "schedulers"},
     {"randomness", "options"},
-    {"noise", "generators", "batches"},
+    {"noise", "generators", "batches", "group"},
     {"accounting"},
     {"coupling", "sampling", "files", "datasets", "runs"},
     {"gradients", "features"},

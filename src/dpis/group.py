@@ -1,0 +1,251 @@
+"""The processes that train one model together: what they tell each other, and how they stop together.
+
+PyTorch's own engine carries it all: ``torchrun`` starts the processes, ``torch.distributed`` connects them. Ranks trust
+each other and hold the same key; the network between them is theirs to protect (docs/design/0010-many-processes.md).
+
+What goes wrong on one rank must stop all of them, with one message that names the rank and the cause. So whatever may
+fail on one rank alone stands in `Group.together`, at the end of which every rank hears how the others fared.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpis.errors import DpisError, InputError
+
+T = TypeVar("T")
+
+HOW_TO_GO_ON = "Nothing more was released. Mend the cause and go on from the last checkpoint, on as many processes as you like"
+
+
+class RankError(DpisError, RuntimeError):
+    """Another process of the group stopped, so this one did."""
+
+
+class Group(ABC):
+    """Processes in lockstep. Every method but `together` is called by all ranks, at the same place.
+
+    Attributes:
+        rank: which one this is, from 0.
+        size: how many there are.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank writes files and speaks to people."""
+        return self.rank == 0
+
+    @abstractmethod
+    def gathered(self, value: T) -> list[T]:
+        """One value from every rank, in their order. It must be small: it is pickled."""
+
+    @abstractmethod
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, or the error that it meets: the same on every rank."""
+
+    @abstractmethod
+    def together(self) -> Any:
+        """What is done in this context may fail on one rank alone: then all of them raise at its end.
+
+        Raises:
+            RankError: on the ranks that did not fail, with the number and the words of one that did.
+        """
+
+    @abstractmethod
+    def exchanged(self, slices: Tensor) -> Tensor:
+        """``[size, m]``, one slice for every rank, to the slices for this one: ``[size, m]``, in the order of ranks."""
+
+    @abstractmethod
+    def collected(self, own: Tensor) -> Tensor:
+        """``[m]`` on every rank to all of them: ``[size, m]``, in the order of ranks."""
+
+    @abstractmethod
+    def share(self, tensor: Tensor) -> None:
+        """Fill the tensor with that of rank 0."""
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on any rank."""
+        return any(self.gathered(flag))
+
+    def require_same(self, value: Any, what: str) -> None:
+        """Refuse to go on if a rank holds another value.
+
+        Raises:
+            InputError: naming the first rank that does.
+        """
+        held = self.gathered(value)
+        others = [rank for rank, other in enumerate(held) if other != held[0]]
+        if others:
+            raise InputError(
+                f"every process must hold the same {what}, found another on rank {others[0]} than on rank 0: they "
+                "would train different models under one claim. Start all of them with the same code, arguments and "
+                "data. Nothing more was released"
+            )
+
+
+class Alone(Group):
+    """One process."""
+
+    rank, size = 0, 1
+
+    def gathered(self, value: T) -> list[T]:
+        """Its own."""
+        return [value]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Made here."""
+        return make()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Nobody else fails."""
+        yield
+
+    def exchanged(self, slices: Tensor) -> Tensor:
+        """As they are."""
+        return slices
+
+    def collected(self, own: Tensor) -> Tensor:
+        """Its own."""
+        return own[None]
+
+    def share(self, tensor: Tensor) -> None:
+        """Nobody to share with."""
+
+
+class Ranks(Group):
+    """All ranks of the default process group.
+
+    Small messages go over gloo whatever carries tensors, so that they wait for no accelerator.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._lost = False
+        self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def gathered(self, value: T) -> list[T]:
+        """Over gloo."""
+        values: list[Any] = [None] * self.size
+        with self._connected():
+            dist.all_gather_object(values, value, group=self._words)
+        return values
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """Rank 0's; an error of its own stays what it is there, and is told by the others."""
+        made: list[Any] = [None]
+        with self.together():
+            if self.leads:
+                made = [make()]
+        with self._connected():
+            dist.broadcast_object_list(made, src=0, group=self._words)
+        result: T = made[0]
+        return result
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One number from every rank; where it says that one failed, the cause follows."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._lost:
+                with suppress(Exception):
+                    self._failed(error)
+            raise
+        failed = self._failed(None)
+        if failed:
+            rank, cause = failed[0]
+            raise RankError(f"rank {rank} stopped: {cause} {HOW_TO_GO_ON}")
+
+    def _failed(self, error: BaseException | None) -> list[tuple[int, str]]:
+        with self._connected():
+            mine = torch.tensor([int(error is not None)])
+            flags = torch.empty(self.size, dtype=mine.dtype)
+            dist.all_gather_into_tensor(flags, mine, group=self._words)
+        if not flags.any():
+            return []
+        causes = self.gathered(None if error is None else _in_words(error))
+        return [(rank, cause) for rank, cause in enumerate(causes) if cause is not None]
+
+    def exchanged(self, slices: Tensor) -> Tensor:
+        """Each slice goes over the wire once."""
+        received = torch.empty_like(slices)
+        with self._connected():
+            dist.all_to_all_single(received, slices)
+        return received
+
+    def collected(self, own: Tensor) -> Tensor:
+        """Each slice goes over the wire to every other rank."""
+        everything = own.new_empty(self.size * len(own))
+        with self._connected():
+            dist.all_gather_into_tensor(everything, own)
+        return everything.view(self.size, -1)
+
+    def share(self, tensor: Tensor) -> None:
+        """A broadcast."""
+        with self._connected():
+            dist.broadcast(tensor, src=0)
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Backends report a rank that is gone, and one that does not come, in words of their own."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost = True
+            said = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            if "imed out" in said or "imeout" in said:
+                problem = (
+                    f"rank {self.rank} waited in vain for the other processes ({said}). If one of them was only slow, "
+                    "start them with a longer torch.distributed.init_process_group(timeout=...), or dpis train "
+                    "--timeout; every process must run the same loop, and call what saves or restores together"
+                )
+            else:
+                problem = (
+                    f"another process is gone, or cannot be reached from rank {self.rank} ({said}); what it said last "
+                    "names the cause"
+                )
+            raise RankError(f"{problem}. {HOW_TO_GO_ON}") from None
+
+
+_ranks: tuple[Any, Ranks] | None = None
+
+
+def current_group() -> Group:
+    """All ranks of the default process group, or this process alone.
+
+    Raises:
+        InputError: the environment speaks of several processes, and they are not connected.
+    """
+    global _ranks
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        default = dist.group.WORLD
+        if _ranks is None or _ranks[0] is not default:
+            _ranks = default, Ranks()
+        return _ranks[1]
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            f"the environment speaks of {ranks} processes (WORLD_SIZE), and they are not connected: each would draw "
+            "records and add noise by itself, and what they release together would cost more than any of them reports. "
+            "Call torch.distributed.init_process_group() first; or, if this is one process, unset WORLD_SIZE. Nothing "
+            "was released"
+        )
+    return Alone()
+
+
+def _in_words(error: BaseException) -> str:
+    words = " ".join(str(error).split()) or "no reason given"
+    kind = "" if isinstance(error, DpisError) else f"{type(error).__name__}: "
+    return f"{kind}{words}".rstrip(".") + "."
