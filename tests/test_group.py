@@ -123,7 +123,7 @@ def test_one_process_needs_nobody() -> None:
 
 def test_processes_that_are_not_connected_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="not connected.*init_process_group"):
+    with pytest.raises(InputError, match=r"not connected.*init_process_group"):
         current_group()
 
 

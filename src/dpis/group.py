@@ -13,17 +13,18 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpis.errors import DpisError, InputError
 
 T = TypeVar("T")
 
-HOW_TO_GO_ON = "Nothing more was released. Mend the cause and go on from the last checkpoint, on as many processes as you like"
+HOW_TO_GO_ON = "Nothing more was released. Mend the cause and go on from the last checkpoint, on any number of processes"
 
 
 class RankError(DpisError, RuntimeError):
@@ -55,12 +56,35 @@ class Group(ABC):
         """What rank 0 makes, or the error that it meets: the same on every rank."""
 
     @abstractmethod
-    def together(self) -> Any:
-        """What is done in this context may fail on one rank alone: then all of them raise at its end.
+    def hear(self, place: int = 0) -> None:
+        """Go on if all other ranks do.
+
+        Args:
+            place: where this rank stands, say the number of its step: all must stand there.
 
         Raises:
-            RankError: on the ranks that did not fail, with the number and the words of one that did.
+            RankError: one of them stopped, with its number and its words; or stands elsewhere.
         """
+
+    @abstractmethod
+    def stop(self, error: BaseException) -> None:
+        """Tell the others, at the place where they `hear`, that this rank goes no further."""
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """An error in here stops all ranks, where they `hear` next."""
+        try:
+            yield
+        except BaseException as error:
+            self.stop(error)
+            raise
+
+    @contextmanager
+    def together(self, place: int = 0) -> Iterator[None]:
+        """What is done in here may fail on one rank alone: then all of them raise at its end, as in `hear`."""
+        with self.stopping():
+            yield
+        self.hear(place)
 
     @abstractmethod
     def exchanged(self, slices: Tensor) -> Tensor:
@@ -73,6 +97,13 @@ class Group(ABC):
     @abstractmethod
     def share(self, tensor: Tensor) -> None:
         """Fill the tensor with that of rank 0."""
+
+    def arrive(self, what: str, seconds: float = 60.0) -> None:
+        """Refuse to wait for long where people call something on rank 0 alone.
+
+        Raises:
+            RankError: some ranks did not come.
+        """
 
     def any(self, flag: bool) -> bool:
         """Whether it holds on any rank."""
@@ -107,10 +138,11 @@ class Alone(Group):
         """Made here."""
         return make()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Nobody else fails."""
-        yield
+    def hear(self, place: int = 0) -> None:
+        """There is nobody to hear from."""
+
+    def stop(self, error: BaseException) -> None:
+        """There is nobody to tell."""
 
     def exchanged(self, slices: Tensor) -> Tensor:
         """As they are."""
@@ -128,11 +160,14 @@ class Ranks(Group):
     """All ranks of the default process group.
 
     Small messages go over gloo whatever carries tensors, so that they wait for no accelerator.
+
+    Attributes:
+        stopped: whether one of them stopped, or cannot be reached: then all of them stop.
     """
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._lost = False
+        self.stopped = False
         self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def gathered(self, value: T) -> list[T]:
@@ -153,30 +188,49 @@ class Ranks(Group):
         result: T = made[0]
         return result
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """One number from every rank; where it says that one failed, the cause follows."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._lost:
-                with suppress(Exception):
-                    self._failed(error)
-            raise
-        failed = self._failed(None)
-        if failed:
-            rank, cause = failed[0]
+    def hear(self, place: int = 0) -> None:
+        """Two numbers from every rank; where one says that a rank stopped, the cause follows."""
+        places = self._told(False, place)
+        if places is None:
+            causes = self.gathered("")
+            self.stopped = True
+            rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
             raise RankError(f"rank {rank} stopped: {cause} {HOW_TO_GO_ON}")
+        if len(set(places)) > 1:
+            self.stopped = True
+            stand = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(places))
+            raise RankError(
+                f"the processes stand at different places ({stand}): each must take every batch of every epoch, and "
+                f"step once for it. {HOW_TO_GO_ON}"
+            )
 
-    def _failed(self, error: BaseException | None) -> list[tuple[int, str]]:
+    def stop(self, error: BaseException) -> None:
+        """Once; a group that has come apart hears nothing any more."""
+        if not self.stopped:
+            with suppress(RankError):
+                self._told(True, 0)
+                self.gathered(_in_words(error))
+            self.stopped = True
+
+    def _told(self, stopped: bool, place: int) -> list[int] | None:
+        """The places of all ranks, or None if one of them stops."""
         with self._connected():
-            mine = torch.tensor([int(error is not None)])
-            flags = torch.empty(self.size, dtype=mine.dtype)
-            dist.all_gather_into_tensor(flags, mine, group=self._words)
-        if not flags.any():
-            return []
-        causes = self.gathered(None if error is None else _in_words(error))
-        return [(rank, cause) for rank, cause in enumerate(causes) if cause is not None]
+            mine = torch.tensor([int(stopped), place])
+            everyone = torch.empty(2 * self.size, dtype=mine.dtype)
+            dist.all_gather_single(everyone, mine, group=self._words)
+        stops, places = everyone.view(self.size, 2).unbind(1)
+        return None if stops.any() else [int(number) for number in places]
+
+    def arrive(self, what: str, seconds: float = 60.0) -> None:
+        """A barrier that tells who is missing."""
+        try:
+            dist.monitored_barrier(self._words, timedelta(seconds=seconds))
+        except RuntimeError:
+            self.stopped = True
+            raise RankError(
+                f"{what} must be called on every rank, rank {self.rank} waited {seconds:g} seconds for others: call it "
+                "outside of `if rank == 0`. Nothing was written"
+            ) from None
 
     def exchanged(self, slices: Tensor) -> Tensor:
         """Each slice goes over the wire once."""
@@ -189,7 +243,7 @@ class Ranks(Group):
         """Each slice goes over the wire to every other rank."""
         everything = own.new_empty(self.size * len(own))
         with self._connected():
-            dist.all_gather_into_tensor(everything, own)
+            dist.all_gather_single(everything, own)
         return everything.view(self.size, -1)
 
     def share(self, tensor: Tensor) -> None:
@@ -200,10 +254,12 @@ class Ranks(Group):
     @contextmanager
     def _connected(self) -> Iterator[None]:
         """Backends report a rank that is gone, and one that does not come, in words of their own."""
+        if self.stopped:
+            raise RankError(f"the processes of this run have stopped. {HOW_TO_GO_ON}")
         try:
             yield
         except RuntimeError as error:
-            self._lost = True
+            self.stopped = True
             said = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
             if "imed out" in said or "imeout" in said:
                 problem = (
@@ -231,7 +287,7 @@ def current_group() -> Group:
     global _ranks
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         default = dist.group.WORLD
-        if _ranks is None or _ranks[0] is not default:
+        if _ranks is None or _ranks[0] is not default or _ranks[1].stopped:
             _ranks = default, Ranks()
         return _ranks[1]
     ranks = os.environ.get("WORLD_SIZE", "")
@@ -243,6 +299,13 @@ def current_group() -> Group:
             "was released"
         )
     return Alone()
+
+
+@torch.no_grad()
+def share_weights(model: nn.Module, group: Group) -> None:
+    """Every process begins with the model of rank 0, as `DistributedDataParallel` has it."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        group.share(tensor)
 
 
 def _in_words(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import (
     SequentialSampler,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from dpis.batches import tensors_of
 from dpis.coupling.shared_rows import refuse_rows_named_twice
@@ -83,11 +84,19 @@ class PrivateLoader(DataLoader[Any]):
     """``Accelerator.prepare`` takes the loader as it is, instead of rebuilding it from its batch sampler."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        iteration = self._session.begin_iteration()
-        for batch, padded_otherwise in super().__iter__():
-            self._session.deliver(iteration, batch, padded_otherwise)
+        group = self._session.mechanism.group
+        with group.stopping():
+            iteration = self._session.begin_iteration()
+            batches = super().__iter__()
+        while True:
+            with group.stopping():
+                delivered = next(batches, None)
+                if delivered is None:
+                    self._session.require_stepped()
+                    return
+                batch, padded_otherwise = delivered
+                self._session.deliver(iteration, batch, padded_otherwise)
             yield batch
-        self._session.require_stepped()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise MisuseError(
@@ -110,6 +119,13 @@ class _Draws(Sampler[list[int]]):
             return self._steps
         batch_size = self._session.mechanism.plan.workload.batch_size
         return math.ceil(self._steps * max(1.0, batch_size / self._most_rows))
+
+
+def batch_of(loader: DataLoader[Any]) -> int:
+    """How many records a step expects, over all processes: with a `DistributedSampler` each process has its own share."""
+    assert loader.batch_size is not None
+    replicas = getattr(loader.sampler, "num_replicas", 1)
+    return loader.batch_size * int(replicas)
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -139,6 +155,8 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
             "would be wrong. Give batch_size, and leave sampling to make_private"
         )
     sampler = loader.sampler
+    if type(sampler) is DistributedSampler:  # its share of the records is drawn otherwise
+        return loader
     known = type(sampler) in (RandomSampler, SequentialSampler)
     if not known or getattr(sampler, "replacement", False):
         raise InputError(

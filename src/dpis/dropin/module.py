@@ -11,6 +11,7 @@ from torch import nn
 
 from dpis.coupling.forbidden_layers import fix_frozen_statistics
 from dpis.coupling.writes import unwritten
+from dpis.dropin.ranks import inner
 from dpis.dropin.row_losses import HeadLosses, labels_among, with_loss
 from dpis.dropin.session import Session
 from dpis.errors import MisuseError
@@ -36,14 +37,15 @@ class PrivateModule(nn.Module):
         self.training = module.training
         object.__setattr__(self, "_session", session)
         if session is not None:
-            self.head_losses = HeadLosses(module, lambda: session.gradients.undisturbed())
+            self.head_losses = HeadLosses(inner(module), lambda: session.gradients.undisturbed())
         object.__setattr__(self, "_standard", False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
+        model = inner(self._module)
         if not self.training:
-            return self._module(*args, **kwargs)
-        fix_frozen_statistics(self._module)
+            return model(*args, **kwargs)
+        fix_frozen_statistics(model)
         if not torch.is_grad_enabled():
             return self._look(args, kwargs)
         session: Session | None = self.__dict__["_session"]
@@ -56,16 +58,18 @@ class PrivateModule(nn.Module):
             )
         run = _uncompiled(session.run)
         given, labels = labels_among(kwargs)
-        kind = self.head_losses.kind(args, given, labels)
-        if kind is None:
-            return run(args, kwargs)
-        outputs = run(args, given)
-        return with_loss(outputs, kind(outputs, labels).mean())
+        with session.mechanism.group.stopping():
+            kind = self.head_losses.kind(args, given, labels)
+            if kind is None:
+                return run(args, kwargs)
+            outputs = run(args, given)
+            return with_loss(outputs, kind(outputs, labels).mean())
 
     def _look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In training mode without gradients: whatever layers keep of records would be released."""
-        with unwritten(self._module):
-            return self._module(*args, **kwargs)
+        model = inner(self._module)
+        with unwritten(model):
+            return model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

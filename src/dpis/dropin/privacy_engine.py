@@ -13,15 +13,18 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
-from dpis.dropin.private_run import Place, PrivateRun, key_of
+from dpis.dropin.private_run import Place, PrivateRun
+from dpis.dropin.ranks import inner
 from dpis.dropin.request import Request
 from dpis.dropin.session import Session
 from dpis.dropin.spent import SpentSoFar
 from dpis.dropin.validator import ModuleValidator, checked_mode
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
+from dpis.group import current_group, share_weights
 from dpis.mechanism import Mechanism, RunPlan, make_plan
 from dpis.mechanism.run_plan import open_ended_plan
+from dpis.mechanism.secret_state import shared_key
 from dpis.options import Privacy
 
 NO_NOISE = "noise_multiplier=0 adds no noise: nothing is private, and epsilon is infinite. For finding errors only"
@@ -136,13 +139,16 @@ class PrivacyEngine:
     def _make(self, plan: RunPlan, request: Request) -> tuple[Any, ...]:
         """Everything is checked first: after an error nothing is changed."""
         module, optimizer, loader = request.module, request.optimizer, request.data_loader
-        mean = request.loss_reduction == "mean"
-        _checked_module(module)
-        checked_optimizer(optimizer, module)
-        gradients = DeferredGradients(module, batch_first=request.batch_first)
-        population, key = len(cast(Any, loader.dataset)), key_of(request.seed)
-        journal = self.accountant.journal_for(plan)
-        mechanism = Mechanism(plan, population, key, journal, ahead=False)
+        mean, group = request.loss_reduction == "mean", current_group()
+        with group.together():
+            _checked_module(module)
+            checked_optimizer(optimizer, module)
+            gradients = DeferredGradients(inner(module), batch_first=request.batch_first)
+        population = len(cast(Any, loader.dataset))
+        group.require_same((str(plan), population), "arguments and dataset")
+        share_weights(inner(module), group)
+        key, journal = shared_key(request.seed, group), self.accountant.journal_for(plan)
+        mechanism = Mechanism(plan, population, key, journal, ahead=False, group=group)
         session = Session(mechanism, gradients, mean=mean, as_delivered=request.inputs_as_delivered)
         private = PrivateModule(module, session), PrivateOptimizer(optimizer, module, session)
         private_loader = PrivateLoader(loader, session, plan.workload.steps_per_epoch)
@@ -292,11 +298,12 @@ def _parts(optimizer: Any, noise_scheduler: Any, grad_clip_scheduler: Any) -> di
 def _checked_module(module: nn.Module) -> nn.Module:
     if isinstance(module, PrivateModule):
         raise InputError("the module is private already: give the one it was made from")
-    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(module, nn.DataParallel):
         raise InputError(
-            f"{type(module).__name__} is not supported: every process would draw records and add noise by itself, and "
-            "epsilon would not be what is reported. Give the module it wraps, in one process"
+            "DataParallel is not supported: its threads would run parts of a batch that are not known to the engine. "
+            "Give the module it wraps; for several devices start a process for each by torchrun"
         )
+    module = inner(module)
     checked_mode(module)
     kinds = {p.dtype for p in module.parameters() if p.requires_grad}
     if any(kind.is_complex for kind in kinds):

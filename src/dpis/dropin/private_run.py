@@ -12,8 +12,12 @@ import torch
 from dpis.dropin.session import Session
 from dpis.errors import InputError
 from dpis.mechanism import EventCounter
-from dpis.mechanism.secret_state import load_secret_state, save_secret_state
-from dpis.randomness import Key
+from dpis.mechanism.secret_state import (
+    load_secret_state,
+    own_state,
+    save_group_state,
+    shared_key,
+)
 
 Place = str | PathLike[str] | IO[bytes]
 """A path, or a file that is open in binary mode."""
@@ -37,15 +41,18 @@ class PrivateRun:
 
     def save(self, place: Place, state: dict[str, Any]) -> None:
         """Write what is needed to go on, and the states of module, optimizer and whatever belongs to them."""
+        mechanism = self.session.mechanism
+        mechanism.group.arrive("save_checkpoint")
+        own = mechanism.own_state()
         whole = {
             "plan": self._fingerprint,
             "seed": self.seed,
             "events": self.journal.state_dict(),
-            "mechanism": self.session.mechanism.state_dict(),
+            "mechanism": mechanism.state_dict(),
             "torch_random": torch.get_rng_state(),
             **state,
         }
-        save_secret_state(_opened(place), whole)
+        save_group_state(_opened(place), lambda: whole, own, mechanism.group)
 
     def load(self, place: Place) -> dict[str, Any]:
         """Stand where that run stood; returns its whole state.
@@ -59,7 +66,8 @@ class PrivateRun:
                 "epsilon would be too small. Load right after make_private, with a new PrivacyEngine; to go back to "
                 "older weights, load them by module.load_state_dict"
             )
-        state = load_secret_state(_opened(place), "plan")
+        opened, mechanism = _opened(place), self.session.mechanism
+        state = load_secret_state(opened, "plan")
         if state["plan"] != self._fingerprint:
             raise InputError(
                 f"{place} is of a run with other arguments or another number of records: {state['plan']}; these are "
@@ -68,8 +76,10 @@ class PrivateRun:
             )
         self.seed = state["seed"]
         self.journal.load_state_dict(state["events"])
-        self.session.mechanism.take_up(key_of(self.seed), state["mechanism"])
-        torch.set_rng_state(state["torch_random"])
+        key = shared_key(self.seed, mechanism.group)
+        mechanism.take_up(key, state["mechanism"], own_state(opened, state))
+        if mechanism.group.size == 1:
+            torch.set_rng_state(state["torch_random"])
         return state
 
     @property
@@ -77,11 +87,6 @@ class PrivateRun:
         """What must be the same for a checkpoint to fit."""
         plan = self.session.mechanism.plan
         return f"{plan.config}, noise={plan.privacy.planned_noise[0]!r}, records={self.population}"
-
-
-def key_of(seed: int | None) -> Key:
-    """The key of a seed; without one, of the operating system's generator."""
-    return Key.fresh() if seed is None else Key.from_seed(seed)
 
 
 def _opened(place: Place) -> Path | IO[bytes]:

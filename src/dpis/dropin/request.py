@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpis.dropin.loader import checked_loader
+from dpis.dropin.loader import batch_of, checked_loader
 from dpis.errors import InputError, PublicCountWarning
 from dpis.mechanism import Config
 from dpis.options import Method, NormSum, Privacy, knobs
@@ -126,8 +126,7 @@ class Request:
             )
         if self.grad_sample_mode not in GRAD_SAMPLE_MODES:
             yield (
-                f"grad_sample_mode must be one of {', '.join(GRAD_SAMPLE_MODES)}, found {self.grad_sample_mode!r}: "
-                "training in several processes is not supported"
+                f"grad_sample_mode must be one of {', '.join(GRAD_SAMPLE_MODES)}, found {self.grad_sample_mode!r}"
             )
         reduction = getattr(self.criterion, "reduction", self.loss_reduction)
         if self.loss_reduction not in ("mean", "sum"):
@@ -178,12 +177,11 @@ class Request:
             warnings.warn(PublicCountWarning(), stacklevel=4)
         if loader.drop_last:
             warnings.warn(DROP_LAST, stacklevel=4)
-        assert loader.batch_size is not None
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE
         return Config.settle(
             self.privacy.adding(**words),
             records=len(cast(Any, loader.dataset)),
-            batch_size=loader.batch_size,
+            batch_size=batch_of(loader),
             epochs=epochs,
         )

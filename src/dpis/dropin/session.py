@@ -117,11 +117,11 @@ class Session:
                 "sampler: what it delivers would be trained without being accounted for. Iterate the loader that "
                 "make_private returned"
             )
-        first, waiting = self.mechanism.step, self.mechanism.waiting_draws
-        for number in range(self.mechanism.steps_left):
+        first = self.mechanism.step
+        for step in range(first, first + self.mechanism.steps_left):
             self._require_current(iteration)
-            draw = waiting[number] if number < len(waiting) else self.mechanism.draw_ahead()
-            items = chance_of(self.mechanism.chance("items", first + number))
+            draw = self.mechanism.draw_of(step)
+            items = chance_of(self.mechanism.chance("items", step))
             indices = draw.indices.tolist()
             size = most or max(1, len(indices))
             for start in range(0, max(1, len(indices)), size):
@@ -368,6 +368,18 @@ class Session:
 
     def release(self) -> dict[str, Tensor] | None:
         """The noisy gradient of this step; None, while parts of the draw are to come."""
+        mechanism = self.mechanism
+        with mechanism.group.stopping():
+            step = self._whole_step()
+        if step is None:
+            return None
+        mechanism.group.hear(mechanism.place)
+        update = mechanism.release_sum(step.sum)
+        self._forget_draw()
+        return update if self._rules.mean else self._as_sum(update)
+
+    def _whole_step(self) -> Step | None:
+        """The step under way with all of its records; None, while parts of the draw are to come."""
         self._follow_thaws()
         self.fold()
         step = self._step
@@ -385,9 +397,7 @@ class Session:
             return None
         if step.state is not None:
             step.state.check_unwritten()
-        update = self.mechanism.release_sum(step.sum)
-        self._forget_draw()
-        return update if self._rules.mean else self._as_sum(update)
+        return step
 
     def _as_sum(self, update: dict[str, Tensor]) -> dict[str, Tensor]:
         """A loop that sums losses expects the gradient of a sum over ``batch_size`` records."""

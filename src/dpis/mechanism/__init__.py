@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from dpis.mechanism.config import AdaptiveClipping, Config
-from dpis.mechanism.journal import EventCounter, Journal, LedgerJournal
+from dpis.mechanism.journal import EventCounter, GroupJournal, Journal, LedgerJournal
 from dpis.mechanism.run_plan import RunPlan, make_plan, plan_with_count
 from dpis.options import Contribution, Method, NormSum
 
@@ -15,6 +15,7 @@ __all__ = [
     "Config",
     "Contribution",
     "EventCounter",
+    "GroupJournal",
     "Journal",
     "LedgerJournal",
     "Mechanism",

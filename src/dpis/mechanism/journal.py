@@ -6,11 +6,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpis.accounting import Entry, Event, Guard, Header, LedgerWriter, Unguarded, read_ledger
 from dpis.accounting.events import event_from_json, event_to_json
 from dpis.errors import InputError, LedgerError
+
+if TYPE_CHECKING:
+    from dpis.group import Group  # which needs torch
 
 
 class Journal(ABC):
@@ -209,3 +212,61 @@ class LedgerJournal(Journal):
         """Let go of the file; the run can be resumed."""
         if self._writer is not None:
             self._writer.close()
+
+
+class GroupJournal(Journal):
+    """The ledger of a group: rank 0 writes it, and no rank goes on before an event is on its disk.
+
+    Args:
+        group: the processes of the run.
+        ledger: of rank 0; the others have none.
+    """
+
+    def __init__(self, group: Group, ledger: Journal | None) -> None:
+        self._group, self._ledger = group, ledger
+        self._position, self._fraction_spent = group.from_first(self._standing)
+
+    def spend(self, entries: Sequence[Entry]) -> None:
+        """On rank 0's disk when this returns, on every rank; or refused on every rank."""
+
+        def spend() -> tuple[int, float]:
+            self._here.spend(entries)
+            return self._standing()
+
+        self._position, self._fraction_spent = self._group.from_first(spend)
+
+    def go_to(self, position: int) -> None:
+        """Stand where a checkpoint was taken."""
+
+        def go() -> tuple[int, float]:
+            self._here.go_to(position)
+            return self._standing()
+
+        self._position, self._fraction_spent = self._group.from_first(go)
+
+    def finish(self, model_sha256: str) -> None:
+        """Rank 0 alone closes the ledger, since it alone writes the model."""
+        self._here.finish(model_sha256)
+
+    def close(self) -> None:
+        """Let go of the file, where there is one."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    @property
+    def position(self) -> int:
+        """As of rank 0, after the last event."""
+        return self._position
+
+    @property
+    def fraction_spent(self) -> float:
+        """As of rank 0, after the last event."""
+        return self._fraction_spent
+
+    @property
+    def _here(self) -> Journal:
+        assert self._ledger is not None
+        return self._ledger
+
+    def _standing(self) -> tuple[int, float]:
+        return self._here.position, self._here.fraction_spent

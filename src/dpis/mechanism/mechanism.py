@@ -6,7 +6,6 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,9 +19,11 @@ from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
 from dpis.gradients.tape import Tape
+from dpis.group import Alone, Group
 from dpis.mechanism.contribution import contribution_weights
-from dpis.mechanism.gradient_sum import GradientSum, precision_of
+from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
+from dpis.mechanism.noisy_update import Noise, noisy_update
 from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.noise import add_noise
 from dpis.options import Contribution, NormSum
@@ -31,6 +32,10 @@ from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
 
 APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
+
+
+SHARD_PARTS = ("last_norms", "order", "sizes")
+"""What a sampler keeps of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +55,22 @@ class Mechanism:
         key: the run's secret.
         journal: where every event goes before its output is used.
         ahead: spend all steps of an epoch when it begins, with one wait for the disk; else each before its release.
+        group: the processes that take every step together, each with records of its own.
     """
 
     def __init__(
-        self, plan: RunPlan, population: int, key: Key, journal: Journal, *, ahead: bool = True
+        self,
+        plan: RunPlan,
+        population: int,
+        key: Key,
+        journal: Journal,
+        *,
+        ahead: bool = True,
+        group: Group | None = None,
     ) -> None:
-        require_one_process()
         config = plan.config
         self.plan = plan
+        self.group: Group = Alone() if group is None else group
         self.clip_norm = config.clip_norm
         self.step = 0
         self.steps_left = 0
@@ -119,7 +132,9 @@ class Mechanism:
         std = APPLIED_NOISE * multiplier * sensitivity
         normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
         own = value.detach().to(torch.float64, copy=True)
-        return add_noise({label: own}, std, normals)[label]
+        noisy = add_noise({label: own}, std, normals)[label]
+        self.group.share(noisy)  # processors may round logarithms differently
+        return noisy
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,8 +148,8 @@ class Mechanism:
         """Fix the terms of the next epoch and spend all of its steps.
 
         Args:
-            all_norms: the gradient norms of all records at the current parameters, float64, in the order of the
-                records; where `wants_all_norms` says so.
+            all_norms: the gradient norms of all `own_records` at the current parameters, float64, in their order;
+                where `wants_all_norms` says so.
         """
         if self.steps_left:
             raise InputError(
@@ -213,9 +228,22 @@ class Mechanism:
         """Draws that were made and not released, oldest first: they are delivered again until they are (rule 26)."""
         return tuple(draw for draw, _ in self._outstanding)
 
+    @property
+    def place(self) -> int:
+        """Where the run stands: the same on every rank that takes the same steps of the same epochs."""
+        return (self.epoch << 32) + self.step
+
+    @property
+    def own_records(self) -> range:
+        """Those of this process; of one alone: all there are."""
+        return self.sampler.shards.records
+
     def chance(self, purpose: str, step: int) -> Stream:
-        """What is random about the records of a step beside coins and noise: masks, transforms (rule 23)."""
-        return self._key.stream(f"chance:{purpose}", step)
+        """What is random about the records of a step beside coins and noise: masks, transforms (rule 23).
+
+        It goes by place in the batch, so every rank has its own.
+        """
+        return self._key.stream(f"chance:{purpose}:{self.group.rank}", step)
 
     def end_epoch(self) -> None:
         """Adapt the clip norm for the next epoch, where that was asked for."""
@@ -237,14 +265,14 @@ class Mechanism:
     def _release_norm_sum(self, epoch: int, all_norms: Tensor | None) -> float:
         """``K'``, from all norms computed anew or as last seen."""
         if self.wants_all_norms:
-            found = 0 if all_norms is None else len(all_norms)
-            if all_norms is None or found != self.sampler.population:
+            own, found = self.own_records, 0 if all_norms is None else len(all_norms)
+            if all_norms is None or found != len(own):
                 raise InputError(
                     "the norms of all records are required before an epoch whose noise is solved from their sum, found "
                     f"{'none' if all_norms is None else 'another number of them'}: take a full pass first. Nothing was "
                     "released"
                 )
-            self.sampler.observe(torch.arange(found), all_norms)
+            self.sampler.observe(torch.arange(own.start, own.stop), all_norms)
         return self._release_sum_of_norms(
             Occasion("norm-sum", epoch),
             bound=self.clip_norm,
@@ -266,6 +294,12 @@ class Mechanism:
         self._draws -= len(self._outstanding)
         self._outstanding.clear()
         return self.draw_ahead()
+
+    def draw_of(self, step: int) -> Draw:
+        """The candidates of a step that is to come: drawn already, or now."""
+        while len(self._outstanding) <= step - self.step:
+            self.draw_ahead()
+        return self._outstanding[step - self.step][0]
 
     def draw_ahead(self) -> Draw:
         """The candidates of the step after those that are drawn already, with the importance they have now."""
@@ -342,15 +376,19 @@ class Mechanism:
         self.sampler.observe(draw.indices, total.norms)
         self.step += 1
         self.steps_left -= 1
-        sums, scale = total.take(), 1.0 / terms.equivalent_batch
+        noise, scale = None, 1.0 / terms.equivalent_batch
         if self.plan.config.method.private:
             std = APPLIED_NOISE * terms.noise_multiplier
-            sums = add_noise(sums, std, self._key.normals("noise", step, total.entries))
+            noise = Noise(std, self._key.normals("noise", step, total.entries))
             scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
-        return {
-            name: sums.pop(name).mul_(scale).to(precision_of(parameter))
-            for name, parameter in total.parameters.items()
-        }
+        return noisy_update(
+            total.take(),
+            total.parameters,
+            noise,
+            scale,
+            self.group,
+            expected_records=self.plan.most_expected_candidates,
+        )
 
     def _require_oldest(self, draw: Draw) -> Terms:
         """Draws are released once each, in their order, under the terms they were made under."""
@@ -378,17 +416,18 @@ class Mechanism:
         """Every event so far, and how often."""
         return Counter(self._spent)
 
-    def take_up(self, key: Key, state: dict[str, Any]) -> None:
-        """Go on where another process stood, with its key."""
+    def take_up(self, key: Key, state: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Go on where others stood, with their key."""
         self._key = key
-        self.load_state_dict(state)
+        self.load_state_dict(state, own)
 
     def state_dict(self) -> dict[str, Any]:
-        """The hidden state. A secret: it holds a norm of every record."""
+        """What all ranks have in common of the hidden state. A secret."""
         return {
             "step": self.step,
             "draws": self._draws,
-            "waiting": [(d.indices, d.importance, asdict(terms)) for d, terms in self._outstanding],
+            "waiting": [asdict(terms) for _, terms in self._outstanding],
+            "ranks": self.group.size,
             "noise_multiplier": self._noise_multiplier,
             "steps_left": self.steps_left,
             "clip_norm": self.clip_norm,
@@ -397,11 +436,30 @@ class Mechanism:
             "position": self._journal.position,
             "spent": [(event_to_json(event), n) for event, n in self._spent.items()],
             "used": [(occasion.purpose, occasion.epoch) for occasion in self._used],
-            "sampler": self.sampler.state_dict(),
+            "sampler": {k: v for k, v in self.sampler.state_dict().items() if k != "shards"},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where that state stood; the journal must stand there too."""
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank has of its own: the norms of its records, and its draws that wait. All ranks call this.
+
+        Ranks draw ahead as far as their loaders ask; here they come level, so that a draw is whole or not made.
+        """
+        for _ in range(max(self.group.gathered(len(self._outstanding))) - len(self._outstanding)):
+            self.draw_ahead()
+        shards = self.sampler.state_dict().get("shards", {})
+        state = {f"shard.{n}.{k}": v for n, one in shards.items() for k, v in one.items()}
+        for number, (draw, _) in enumerate(self._outstanding):
+            place = f"waiting.{number}.{self.group.rank}"
+            state |= {f"{place}.indices": draw.indices, f"{place}.importance": draw.importance}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Stand where that state stood; the journal must stand there too.
+
+        Args:
+            state: what its ranks had in common.
+            own: what each of them had of its own, by name; there may have been more of them, or fewer.
+        """
         self._journal.go_to(state["position"])
         self.step, self.steps_left = state["step"], state["steps_left"]
         self.clip_norm, self.update_scale = state["clip_norm"], state["update_scale"]
@@ -411,25 +469,21 @@ class Mechanism:
         self._draws = state["draws"]
         self._noise_multiplier = state["noise_multiplier"]
         self._outstanding = deque(
-            (Draw(indices, importance), Terms(**terms))
-            for indices, importance, terms in state["waiting"]
+            (self._own_part(number, state["ranks"], own), Terms(**terms))
+            for number, terms in enumerate(state["waiting"])
         )
-        self.sampler.load_state_dict(state["sampler"])
+        shards = {
+            shard: {part: own[f"shard.{shard}.{part}"] for part in SHARD_PARTS}
+            for shard in self.sampler.shards.numbers.tolist()
+            if f"shard.{shard}.sizes" in own
+        }
+        self.sampler.load_state_dict({**state["sampler"], "shards": shards})
 
-
-def require_one_process() -> None:
-    """Every process would draw and noise by itself: as many models, each of which claims to be the only one.
-
-    Raises:
-        InputError: if a process group has several ranks, or the environment says so.
-    """
-    ranks = os.environ.get("WORLD_SIZE", "")
-    found = int(ranks) if ranks.isdecimal() else 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found = max(found, torch.distributed.get_world_size())
-    if found > 1:
-        raise InputError(
-            f"one process is required, found {found} (a process group, or WORLD_SIZE): each would draw records and "
-            "add noise by itself, and what they release together would cost more than any of them reports. Train in "
-            "one process, without torchrun; if this is one, unset WORLD_SIZE. Nothing was released"
-        )
+    def _own_part(self, number: int, ranks: int, own: Mapping[str, Tensor]) -> Draw:
+        """Of a draw that waits, made by so many ranks: the records that are this rank's now."""
+        places = [f"waiting.{number}.{rank}" for rank in range(ranks)]
+        indices = torch.cat([own[f"{place}.indices"] for place in places])
+        importance = torch.cat([own[f"{place}.importance"] for place in places])
+        records = self.own_records
+        here = (indices >= records.start) & (indices < records.stop)
+        return Draw(indices[here], importance[here])

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from dpis.errors import InputError
+from dpis.group import Group
+from dpis.mechanism.secret_parts import Parts, save_parts
+from dpis.randomness import Key
 from dpis.runs.checkpoint import (
     DamagedCheckpointError,
     read_checkpoint,
@@ -16,6 +22,7 @@ from dpis.runs.checkpoint import (
     unsealed,
     write_checkpoint,
 )
+from dpis.runs.folder import parts_beside, remove_parts_beside
 
 
 def save_secret_state(place: Path | IO[bytes], state: dict[str, Any]) -> None:
@@ -54,3 +61,61 @@ def load_secret_state(place: Path | IO[bytes], *parts: str) -> dict[str, Any]:
             "by load_checkpoint of its PrivacyEngine. Nothing was changed"
         )
     return state
+
+
+# ── of a group ───────────────────────────────────────────────────────────────────────────────────────
+
+OWN, PARTS = "own", "parts"
+
+
+def save_group_state(
+    place: Path | IO[bytes],
+    state: Callable[[], dict[str, Any]],
+    own: Mapping[str, Tensor],
+    group: Group,
+) -> None:
+    """Replace the checkpoint of a group at once: a crash of any rank leaves the old one or the new.
+
+    Args:
+        place: as for `save_secret_state`; a group of several ranks needs a path.
+        state: makes what all ranks have in common; asked on rank 0.
+        own: of this rank, each tensor under a name that no other rank uses.
+        group: all ranks call this at the same place.
+    """
+    if group.size == 1:
+        save_secret_state(place, {**state(), OWN: dict(own)})
+        return
+    if not isinstance(place, Path):
+        raise InputError(
+            "several processes save into one folder, so a path is required, found an open file: give path=, on storage "
+            "that all of them see"
+        )
+    folder = group.from_first(lambda: parts_beside(place, secrets.token_hex(4)))
+    sha256 = save_parts(folder, own, group)
+
+    def replace() -> None:
+        save_secret_state(place, {**state(), PARTS: {"folder": folder.name, "sha256": sha256}})
+        remove_parts_beside(place, but=folder)
+
+    group.from_first(replace)
+
+
+def own_state(place: Path | IO[bytes], state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """What all ranks had of their own when this state was saved, to be looked up by name.
+
+    Args:
+        place: where the state was loaded from.
+        state: as `load_secret_state` returned it.
+    """
+    if OWN in state:
+        own: dict[str, Tensor] = state[OWN]
+        return own
+    parts = state[PARTS]
+    assert isinstance(place, Path)
+    return Parts(place.with_name(parts["folder"]), parts["sha256"])
+
+
+def shared_key(seed: int | None, group: Group) -> Key:
+    """One key for all processes of a group: rank 0 takes it from the operating system, or from the seed."""
+    made = Key.fresh() if seed is None else Key.from_seed(seed)
+    return Key(group.from_first(lambda: made.secret), seed)

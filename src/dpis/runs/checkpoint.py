@@ -12,7 +12,7 @@ from pathlib import Path
 from dpis.errors import InputError
 from dpis.runs.folder import SECRET, write_whole
 
-FORMAT = "dpis-checkpoint/3"
+FORMAT = "dpis-checkpoint/4"
 NOTICE = (
     "SECRET: this file holds the key of the run's noise and a gradient norm of every record. Whoever has it can undo "
     "the protection. It is deleted when the run is complete."

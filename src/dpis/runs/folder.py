@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -190,11 +192,13 @@ class RunFolder:
         """Remove the secret, whole or half-written."""
         self.checkpoint.unlink(missing_ok=True)
         _unfinished(self.checkpoint).unlink(missing_ok=True)
+        remove_parts_beside(self.checkpoint)
 
     def remove(self) -> None:
         """Remove every file of the run, and the folder if nothing else is in it."""
         with contextlib.suppress(OSError):
             self._remove_unfinished()
+            remove_parts_beside(self.checkpoint)
             for file in self._files:
                 file.unlink(missing_ok=True)
             self.path.rmdir()
@@ -206,6 +210,18 @@ class RunFolder:
     @property
     def _files(self) -> tuple[Path, ...]:
         return self.checkpoint, self.ledger, self.model, self.loader, self.summary
+
+
+def parts_beside(path: Path, number: str) -> Path:
+    """A folder for what each process of a group keeps of its own; it counts once the checkpoint names it."""
+    return path.with_name(f"{path.name}.parts-{number}")
+
+
+def remove_parts_beside(path: Path, but: Path | None = None) -> None:
+    """Remove such folders of checkpoints that were replaced, or never counted: they are secret."""
+    for folder in path.parent.glob(f"{glob.escape(path.name)}.parts-*"):
+        if folder != but:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def next_run_folder(parent: Path) -> Path:

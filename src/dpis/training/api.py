@@ -20,9 +20,10 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
+from dpis.group import Group, current_group, share_weights
 from dpis.mechanism import Config
+from dpis.mechanism.secret_state import shared_key
 from dpis.options import Method, Privacy, Training
-from dpis.randomness import Key
 from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
@@ -95,9 +96,11 @@ def train(
     privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
     privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
+    group = current_group()
     device = to_device(training.device)
     model = checked_model(model).to(device)
-    records = _records(dataset, training, device)
+    share_weights(model, group)
+    records = _records(dataset, training, device, group)
     config = Config.settle(
         privacy, records=len(records), batch_size=training.batch_size, epochs=training.epochs
     )
@@ -115,9 +118,9 @@ def train(
         early_stop=training.early_stop,
         physical_batch=training.physical_batch,
     )
-    if privacy.n_public is None and config.method.private and not resume:
+    if privacy.n_public is None and config.method.private and not resume and group.leads:
         warnings.warn(PublicCountWarning(), stacklevel=2)
-    run = _open(out, resume, config, records, seed, training.diagnostics)
+    run = _open(out, resume, config, records, seed, training.diagnostics, group)
     progress = training.progress
     reporter: Reporter = (
         progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
@@ -125,7 +128,9 @@ def train(
     return Trainer(run, task, reporter=reporter, keep_checkpoint=training.keep_checkpoint).train()
 
 
-def _records(dataset: Dataset[Any], training: Training, device: torch.device) -> Records:
+def _records(
+    dataset: Dataset[Any], training: Training, device: torch.device, group: Group
+) -> Records:
     by_user = training.user_ids is not None or "max_rows_per_user" in training.said
     augment = training.augment
     return Records(
@@ -138,6 +143,7 @@ def _records(dataset: Dataset[Any], training: Training, device: torch.device) ->
         augmentations=training.augmentations,
         batch_shaped=training.batch_shaped,
         device=device,
+        rank=group.rank,
     )
 
 
@@ -161,11 +167,12 @@ def _open(
     records: Records,
     seed: int | None,
     diagnostics: bool,
+    group: Group,
 ) -> Run:
     if resume:
         if out is None:
             raise InputError("resume=True needs out=, the folder of the interrupted run")
-        run = Run.resume(Path(out), len(records))
+        run = Run.resume(Path(out), len(records), group)
         changed = _differences(run.config, config)
         if seed not in (None, run.key.seed):
             changed.append(f"seed: {run.key.seed!r}, now {seed!r}")
@@ -177,14 +184,13 @@ def _open(
                 f"cannot resume {out}: it was started with other settings ({', '.join(changed)})"
             )
         return run
-    key = Key.fresh() if seed is None else Key.from_seed(seed)
     options = RunOptions(
         diagnostics=diagnostics,
         batch_shaped=records.batch_shaped,
         user_level=records.user_ids is not None,
     )
-    path = next_run_folder(Path("runs")) if out is None else Path(out)
-    return Run.start(path, config, len(records), key, options)
+    path = group.from_first(lambda: next_run_folder(Path("runs")) if out is None else Path(out))
+    return Run.start(path, config, len(records), shared_key(seed, group), options, group)
 
 
 def _differences(before: Config, now: Config) -> list[str]:

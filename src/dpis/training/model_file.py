@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
+from dpis.batches import flattened
 from dpis.errors import InputError
 
 METADATA_KEY = "dpis"
@@ -125,6 +127,15 @@ def model_bytes(module: nn.Module, card: ModelCard) -> bytes:
     weights = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
     text = json.dumps(card.__dict__, sort_keys=True)
     return bytes(save(weights, metadata={METADATA_KEY: text}))
+
+
+def weights_digest(module: nn.Module) -> str:
+    """The sha256 of all parameters and buffers: the same for the same bits."""
+    seen = hashlib.sha256()
+    for name, value in module.state_dict().items():
+        seen.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        seen.update(flattened(value.detach().cpu()).view(torch.uint8).numpy().data)
+    return seen.hexdigest()
 
 
 def load_card(path: Path) -> ModelCard:

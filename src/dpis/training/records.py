@@ -62,14 +62,14 @@ class _Chances:
 
     key: Key
     occasion: str
-    start: int
+    place: str
     step: int
 
     def of_items(self) -> Stream:
         return self.key.stream(f"{self.occasion}items", self.step)
 
     def of_batch(self) -> Stream:
-        return self.key.stream(f"{self.occasion}batch:{self.start}", self.step)
+        return self.key.stream(f"{self.occasion}batch:{self.place}", self.step)
 
 
 @dataclass(eq=False)
@@ -90,6 +90,8 @@ class Records:
             of a record's norm depends on who shares its batch, and the ledger says so. The model must not see how far
             a row is padded, which is tried out: else records would couple by more than rounding.
         device: where batches go.
+        rank: of the process that fetches: what is random by place in a draw has a stream for each process, or a record
+            would shift the random numbers of its own against those of the others.
     """
 
     dataset: Dataset[Any]
@@ -101,6 +103,7 @@ class Records:
     augmentations: int = 1
     batch_shaped: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__len__"):
@@ -146,19 +149,19 @@ class Records:
             step: the number of the step.
         """
         for start in range(0, len(records), RECORDS_AT_ONCE):
-            some = records[start : start + RECORDS_AT_ONCE]
-            rows, present = self._rows_of(some, key, f"rows:{start}", step)
-            batch = self._fetch(rows, _Chances(key, "", start, step))
-            batch = self._augmented(batch, lambda s=start: key.stream(f"augment:{s}", step))  # type: ignore[misc]
+            some, place = records[start : start + RECORDS_AT_ONCE], f"{self.rank}:{start}"
+            rows, present = self._rows_of(some, key, f"rows:{place}", step)
+            batch = self._fetch(rows, _Chances(key, "", place, step))
+            batch = self._augmented(batch, lambda p=place: key.stream(f"augment:{p}", step))  # type: ignore[misc]
             yield Rows(batch, self._repeated_presence(present), self._taken_pairs())
 
-    def all(self, key: Key, epoch: int) -> Iterator[Rows]:
-        """Every record, some at a time, without augmentation: each row ``augmentations`` times."""
+    def all(self, own: range, key: Key, epoch: int) -> Iterator[Rows]:
+        """All of these records, some at a time, without augmentation: each row ``augmentations`` times."""
         at_once = max(1, ROWS_AT_ONCE // self.rows_per_record)
-        for start in range(0, len(self), at_once):
-            some = np.arange(start, min(start + at_once, len(self)), dtype=np.int64)
+        for start in range(own.start, own.stop, at_once):
+            some = np.arange(start, min(start + at_once, own.stop), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
-            batch = self._fetch(rows, _Chances(key, "all-", start, epoch))
+            batch = self._fetch(rows, _Chances(key, "all-", str(start), epoch))
             yield Rows(self._repeated(batch), self._repeated_presence(present), self._taken_pairs())
 
     def raw_rows(self, key: Key) -> Iterator[Any]:

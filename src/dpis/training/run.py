@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dpis.accounting import Cadence, CountSource, Entry, Release
 from dpis.accounting.workload import COUNT
 from dpis.errors import InputError
+from dpis.group import Alone, Group
 from dpis.mechanism import (
     Config,
     EventCounter,
+    GroupJournal,
     Journal,
     LedgerJournal,
     Mechanism,
@@ -21,8 +25,12 @@ from dpis.mechanism import (
     make_plan,
     plan_with_count,
 )
-from dpis.mechanism.mechanism import require_one_process
-from dpis.mechanism.secret_state import load_secret_state, save_secret_state
+from dpis.mechanism.secret_state import (
+    load_secret_state,
+    own_state,
+    save_group_state,
+    save_secret_state,
+)
 from dpis.randomness import Key
 from dpis.runs.folder import FolderLock, RunFolder
 from dpis.runs.summary import versions
@@ -55,42 +63,51 @@ class Run:
         mechanism: its hidden state, and the only way to release anything.
         options: what was chosen beside the config.
         training: the state of training as the last checkpoint has it; None before the first.
+        own: what the processes of that checkpoint had of their own, by name.
         fresh: begun here, not resumed.
+        group: the processes that take every step together. Rank 0 alone writes ledger, model and summary.
     """
 
     def __init__(
         self,
         folder: RunFolder,
-        lock: FolderLock,
+        lock: FolderLock | None,
         config: Config,
         key: Key,
         options: RunOptions,
         population: int,
         *,
+        group: Group,
         fresh: bool,
         training: dict[str, Any] | None = None,
+        own: Mapping[str, Tensor] | None = None,
     ) -> None:
-        require_one_process()
         self.folder, self.config, self.key, self.options = folder, config, key, options
-        self.training, self.fresh = training, fresh
+        self.training, self.own, self.fresh, self.group = training, own or {}, fresh, group
         self._lock = lock
-        plan = make_plan(config)
+        plan = group.from_first(lambda: make_plan(config))
         first: list[Entry] = []
         if config.release_n and plan.privacy.adapts:
             # What the plan is made from is known before the ledger can be begun; it is used only afterwards.
-            noisy = Mechanism(plan, population, key, EventCounter()).release_count()
+            noisy = Mechanism(plan, population, key, EventCounter(), group=group).release_count()
             plan, first = (
                 plan_with_count(plan, noisy),
                 [Entry(COUNT, plan.privacy.release(COUNT).event)],
             )
-        self._journal = self._open_journal(plan, first)
-        self.mechanism = Mechanism(plan, population, key, self._journal)
+        self._journal = self._journal_of_group(plan, first)
+        self.mechanism = Mechanism(plan, population, key, self._journal, group=group)
         if config.release_n:
             self.mechanism.release_count()
 
     @classmethod
     def start(
-        cls, path: Path, config: Config, population: int, key: Key, options: RunOptions
+        cls,
+        path: Path,
+        config: Config,
+        population: int,
+        key: Key,
+        options: RunOptions,
+        group: Group | None = None,
     ) -> Run:
         """Make the folder, the secret and the ledger, in this order.
 
@@ -98,43 +115,66 @@ class Run:
             path: the run's folder, new or empty.
             config: what was chosen.
             population: how many records there are. Private.
-            key: fresh, unless for tests and research.
+            key: fresh, unless for tests and research; the same on every rank.
             options: what was chosen beside the config.
+            group: the processes of the run; all of them call this.
 
         Raises:
             InputError: the config cannot be honoured or the folder cannot be used; nothing was written.
         """
-        make_plan(config)  # a plan that cannot be made leaves no folder behind
-        folder = RunFolder(path)
-        lock = folder.claim_new()
-        try:
+        group = group or Alone()
+        group.require_same((config_to_json(config), population), "options and number of records")
+        folder, locks = RunFolder(path), list[FolderLock]()
+
+        def begin() -> None:
+            make_plan(config)  # a plan that cannot be made leaves no folder behind
+            locks.append(folder.claim_new())
             save_secret_state(folder.checkpoint, _secret_state(key, config, options, None))
-            return cls(folder, lock, config, key, options, population, fresh=True)
+
+        try:
+            group.from_first(begin)
+            lock = locks[0] if locks else None
+            return cls(folder, lock, config, key, options, population, group=group, fresh=True)
         except Exception:
-            folder.remove()
-            lock.release()
+            if locks:
+                folder.remove()
+                locks[0].release()
             raise
 
     @classmethod
-    def resume(cls, path: Path, population: int) -> Run:
+    def resume(cls, path: Path, population: int, group: Group | None = None) -> Run:
         """Take up an interrupted run: its mechanism stands before the first event, as at the start.
 
         Args:
             path: the run's folder.
             population: how many records there are.
+            group: the processes that go on with it, as many as one likes; all of them call this.
         """
-        folder = RunFolder(path)
-        lock = folder.claim()
+        group, folder = group or Alone(), RunFolder(path)
+        locks = list[FolderLock]()
         try:
-            state = load_secret_state(folder.checkpoint, "key", "options")
-            key = Key(state["key"], state["seed"])
-            config, options = config_from_json(state["config"]), RunOptions(**state["options"])
-            training = state["training"]
+            group.from_first(lambda: locks.append(folder.claim()))
+            with group.together():
+                state = load_secret_state(folder.checkpoint, "key", "options")
+                own = {} if state["training"] is None else own_state(folder.checkpoint, state)
+                key = Key(state["key"], state["seed"])
+                config = config_from_json(state["config"])
+                options = RunOptions(**state["options"])
             return cls(
-                folder, lock, config, key, options, population, fresh=False, training=training
+                folder,
+                locks[0] if locks else None,
+                config,
+                key,
+                options,
+                population,
+                group=group,
+                fresh=False,
+                training=state["training"],
+                own=own,
             )
         except Exception:
-            lock.release()
+            if locks:
+                locks[0].release()
             raise
 
     @property
@@ -142,12 +182,19 @@ class Run:
         """Whether the last bits of a record's norm may depend on who shares its batch; the ledger says so."""
         return self.options.batch_shaped or self.mechanism.plan.too_small_to_fill
 
-    def save(self, training: dict[str, Any]) -> None:
-        """Replace the secret checkpoint."""
+    def save(self, training: Callable[[], dict[str, Any]]) -> None:
+        """Replace the secret checkpoint. All ranks call this.
+
+        Args:
+            training: makes the state that they have in common.
+        """
         self.key.require_home()
-        self.training = training
-        state = _secret_state(self.key, self.config, self.options, training)
-        save_secret_state(self.folder.checkpoint, state)
+
+        def whole() -> dict[str, Any]:
+            self.training = training()
+            return _secret_state(self.key, self.config, self.options, self.training)
+
+        save_group_state(self.folder.checkpoint, whole, self.mechanism.own_state(), self.group)
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model. Doing it twice changes nothing."""
@@ -157,7 +204,8 @@ class Run:
     def close(self) -> None:
         """Let go of the folder; the run can be resumed."""
         self._journal.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def discard(self) -> None:
         """Take back a run that was begun here and of which nothing has left this process.
@@ -165,9 +213,16 @@ class Run:
         With its key its noise is gone for good, so what the ledger has paid for will never be released. In a fork
         the files are the parent's, and stay.
         """
-        if self.key.at_home:
+        if self.key.at_home and self.group.leads:
             self.folder.remove()
         self.close()
+
+    def _journal_of_group(self, plan: RunPlan, first: list[Entry]) -> Journal:
+        if self.group.size == 1 or plan.claim is None:
+            return self._open_journal(plan, first)
+        opened = list[Journal]()
+        self.group.from_first(lambda: opened.append(self._open_journal(plan, first)))
+        return GroupJournal(self.group, opened[0] if opened else None)
 
     def _open_journal(self, plan: RunPlan, first: list[Entry]) -> Journal:
         if plan.claim is None:

@@ -27,7 +27,7 @@ from dpis.sampling import Draw
 from dpis.training.data_fingerprint import Fingerprint, fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
-from dpis.training.model_file import card_of, loader_source, model_bytes
+from dpis.training.model_file import card_of, loader_source, model_bytes, weights_digest
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result, summary_of
@@ -70,8 +70,10 @@ class Trainer:
         keep_checkpoint: bool = False,
     ) -> None:
         self.run, self.task = run, task
-        self._mechanism = run.mechanism
-        self._reporter: Reporter = Silent() if reporter is None else reporter
+        self._mechanism, self._group = run.mechanism, run.group
+        self._reporter: Reporter = (
+            Silent() if reporter is None or not run.group.leads else reporter
+        )
         self._keep_checkpoint = keep_checkpoint
         self._progress = _Progress()
         self._device = task.records.device
@@ -104,7 +106,9 @@ class Trainer:
             rows_per_record=task.records.rows_per_record,
             chunk=task.physical_batch,
             fixed_shape=not self.run.batch_shaped,
-            expected_records=math.ceil(self._mechanism.plan.most_expected_candidates),
+            expected_records=math.ceil(
+                self._mechanism.plan.most_expected_candidates / self._group.size
+            ),
         )
 
     def train(self) -> Result:
@@ -124,7 +128,7 @@ class Trainer:
             raise
         finally:
             self.run.close()
-        if not self._keep_checkpoint:
+        if self._group.leads and not self._keep_checkpoint:
             self.run.folder.remove_checkpoint()
         return result
 
@@ -132,7 +136,7 @@ class Trainer:
         """Before the first step nothing has been released: nothing half-written stays. Later, keep what was done."""
         if self.run.fresh and not self._stepped:
             self.run.discard()
-        elif self._between_steps and self._mechanism.steps_left:
+        elif self._between_steps and self._mechanism.steps_left and self._group.size == 1:
             with suppress(InputError):  # a full disk: the last checkpoint serves
                 self._save()
         self.run.close()
@@ -153,30 +157,38 @@ class Trainer:
         while mechanism.steps_left:
             self._step()
             self._reporter.step_done(self._standing)
-            stop = interrupted()
-            if mechanism.steps_left and (stop or time.monotonic() - saved > CHECKPOINT_SECONDS):
+            late = time.monotonic() - saved > CHECKPOINT_SECONDS
+            stop, save = self._agreed(interrupted(), late)
+            if mechanism.steps_left and (stop or save):
                 self._save()
                 saved = time.monotonic()
             if stop and mechanism.steps_left:
                 raise InterruptedRunError(self._how_to_resume())
         mechanism.end_epoch()
+        self._require_same_weights()
         self._measure()
         if self.task.scheduler is not None and self.task.scheduler_interval == "epoch":
             self._step_scheduler()
         self._save()
         self._reporter.epoch_done(self._standing)
-        if interrupted() and not self._finished:
+        stop, _ = self._agreed(interrupted(), False)
+        if stop and not self._finished:
             raise InterruptedRunError(self._how_to_resume())
+
+    def _agreed(self, *wishes: bool) -> list[bool]:
+        """What any rank wishes for, all of them do."""
+        return [any(of_ranks) for of_ranks in zip(*self._group.gathered(wishes), strict=True)]
 
     def _step(self) -> None:
         """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
         self._between_steps = False
         mechanism, task = self._mechanism, self.task
-        draw = mechanism.draw()
         self._to_training_mode()
-        with seeded_torch(self.run.key.stream("model", mechanism.step)):
-            with unwritten(task.model, closely=self._looks.due()):
-                update = mechanism.release_sum(self._sum_over(draw))
+        with seeded_torch(self.run.key.stream(f"model:{self._group.rank}", mechanism.step)):
+            alike = self._group.together(mechanism.place)
+            with alike, unwritten(task.model, closely=self._looks.due()):
+                total = self._sum_over(mechanism.draw())
+            update = mechanism.release_sum(total)
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update.pop(name).to(parameter.dtype)
             self._stepped = True
@@ -186,7 +198,7 @@ class Trainer:
             task.average.update(task.model)
         if task.scheduler is not None and task.scheduler_interval == "step":
             self._step_scheduler()
-        self._progress.gradient_evaluations += len(draw) * task.records.rows_per_record
+        self._progress.gradient_evaluations += len(total.draw) * task.records.rows_per_record
         self._between_steps = True
 
     def _sum_over(self, draw: Draw) -> GradientSum:
@@ -201,16 +213,18 @@ class Trainer:
         return total
 
     def _all_norms(self) -> Tensor:
-        """The norms of all records at the current parameters, for a released norm sum."""
-        key, epoch = self.run.key, self._mechanism.epoch + 1
+        """The norms of all own records at the current parameters, for a released norm sum."""
+        key, epoch, rank = self.run.key, self._mechanism.epoch + 1, self._group.rank
         records, norms = self.task.records, [torch.zeros(0, dtype=torch.float64)]
+        own = self._mechanism.own_records
         self._to_training_mode()
-        with seeded_torch(key.stream("model-all", epoch)), unwritten(self.task.model):
-            for rows in records.all(key, epoch):
+        chance = seeded_torch(key.stream(f"model-all:{rank}", epoch))
+        with self._group.together(), chance, unwritten(self.task.model):
+            for rows in records.all(own, key, epoch):
                 self._refuse_seen_padding(rows)
                 tapes = self._gradients.tapes(rows.batch, rows.present)
                 norms += [tape.norms().cpu() for tape in tapes]
-        self._progress.gradient_evaluations += len(records) * records.rows_per_record
+        self._progress.gradient_evaluations += len(own) * records.rows_per_record
         return torch.cat(norms)
 
     def _to_training_mode(self) -> None:
@@ -252,7 +266,7 @@ class Trainer:
             return None
         seen = Fingerprint(self.run.key, "held-out-fingerprint-key")
         chance = self.run.key.stream("held-out", 0)
-        with seeded_generators(chance), unwritten(self.task.model):
+        with self._group.together(), seeded_generators(chance), unwritten(self.task.model):
             self._trial = evaluate(self.task.model, held_out, self._device, seen.add)
             held_out.require_more()
         if not self._trial.rows:
@@ -266,10 +280,11 @@ class Trainer:
         task, progress, terms = self.task, self._progress, self._terms
         if task.held_out is not None:
             chance = self.run.key.stream("held-out", terms.epoch)
-            with self._released_weights(), seeded_generators(chance):
-                measured = evaluate(task.model, task.held_out, self._device)
-            measured.require_rows_of(self._trial)
-            progress.metrics = measured.metrics
+            with self._group.together():
+                with self._released_weights(), seeded_generators(chance):
+                    measured = evaluate(task.model, task.held_out, self._device)
+                measured.require_rows_of(self._trial)
+            progress.metrics = self._group.gathered(measured.metrics)[0]
         progress.history.append(
             {
                 "epoch": terms.epoch,
@@ -288,6 +303,11 @@ class Trainer:
             progress.best = value if better else progress.best
             progress.epochs_since_best = 0 if better else progress.epochs_since_best + 1
             progress.stopped_early = progress.epochs_since_best >= task.early_stop.patience
+
+    def _require_same_weights(self) -> None:
+        """Every rank took the same updates: a processor that computes otherwise would show here."""
+        if self._group.size > 1:
+            self._group.require_same(weights_digest(self.task.model), "weights")
 
     @contextmanager
     def _released_weights(self) -> Iterator[None]:
@@ -325,14 +345,16 @@ class Trainer:
 
     def _take_up(self) -> None:
         """Stand where the last checkpoint stood, over the same data; or take the first."""
-        identity, data = (
-            identity_of(self.task, self._evaluation_layers),
-            fingerprint(self.task.records, self.run.key),
-        )
+        with self._group.together():
+            identity = identity_of(self.task, self._evaluation_layers)
+            data = fingerprint(self.task.records, self.run.key)
         held_out = self._try_metrics()
+        for name, value in (*identity.items(), ("data", data), ("held-out data", held_out)):
+            self._group.require_same(value, name)
         self._identity_saved, self._data, self._held_out = identity, data, held_out
         state = self.run.training
         if state is None:
+            self._require_same_weights()
             self._save()
             return
         changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
@@ -355,12 +377,15 @@ class Trainer:
         if task.average is not None:
             task.average.load_state_dict(state["average"])
         self._progress = _Progress(**state["progress"])
-        self._mechanism.load_state_dict(state["mechanism"])
+        if not self._group.leads:
+            self._progress.gradient_evaluations = 0  # rank 0 goes on counting for all
+        self._mechanism.load_state_dict(state["mechanism"], self.run.own)
 
     def _save(self) -> None:
         task = self.task
+        evaluations = sum(self._group.gathered(self._progress.gradient_evaluations))
         self.run.save(
-            {
+            lambda: {
                 "identity": self._identity_saved,
                 "data": self._data,
                 "held_out": self._held_out,
@@ -368,7 +393,7 @@ class Trainer:
                 "optimizer": task.optimizer.state_dict(),
                 "scheduler": None if task.scheduler is None else task.scheduler.state_dict(),
                 "average": None if task.average is None else task.average.state_dict(),
-                "progress": vars(self._progress),
+                "progress": {**vars(self._progress), "gradient_evaluations": evaluations},
                 "mechanism": self._mechanism.state_dict(),
             }
         )
@@ -376,6 +401,14 @@ class Trainer:
     # ── release ──────────────────────────────────────────────────────────────────────────────────────
 
     def _release(self) -> Result:
+        """Rank 0 writes the files of the run; every rank has the released model and says the same of it."""
+        evaluations = sum(self._group.gathered(self._progress.gradient_evaluations))
+        result = self._group.from_first(lambda: self._write_files(evaluations))
+        if self.task.average is not None:
+            self.task.average.put_into(self.task.model)  # the module is what was released
+        return result
+
+    def _write_files(self, gradient_evaluations: int) -> Result:
         """The model beside its place, the ledger's end, then the model into its place and the summary.
 
         A ledger that was closed over another model refuses before a file is touched. A crash in between is made good
@@ -395,7 +428,7 @@ class Trainer:
             write_whole(folder.loader, loader.encode())
         diagnostics = None
         if self.run.options.diagnostics:
-            diagnostics = Diagnostics(gradient_evaluations=progress.gradient_evaluations)
+            diagnostics = Diagnostics(gradient_evaluations=gradient_evaluations)
         summary = summary_of(
             self.run,
             metrics=progress.metrics,
@@ -405,8 +438,6 @@ class Trainer:
             diagnostics=diagnostics,
         )
         summary.write(folder)
-        if task.average is not None:
-            task.average.put_into(task.model)  # the module is what was released
         return Result(
             folder=folder.path,
             claim=self._mechanism.plan.claim,
