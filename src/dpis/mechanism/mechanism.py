@@ -6,12 +6,15 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.noise import add_noise
 from dpis.options import Contribution, NormSum
 from dpis.randomness import Key, Stream
-from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
+from dpis.sampling import Draw, ImportanceSampler, Sampler, Shards, UniformSampler
 
 APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
@@ -73,15 +76,16 @@ class Mechanism:
             deque()
         )  # a draw keeps the terms it was made under
         self._noise_multiplier: float | None = None  # set by hand
+        shards = Shards.whole(population, config.shards)
         self.sampler: Sampler = (
             ImportanceSampler(
-                population,
+                shards,
                 config.clip_norm,
                 headroom=config.headroom,
                 floor=config.floor * config.clip_norm,
             )
             if config.method.by_importance
-            else UniformSampler(population, config.clip_norm)
+            else UniformSampler(shards, config.clip_norm)
         )
 
     # ── noisy statistics beside the gradients ────────────────────────────────────────────────────────
@@ -254,7 +258,7 @@ class Mechanism:
     def _release_sum_of_norms(self, occasion: Occasion, bound: float, cadence: Cadence) -> float:
         """``Σ min(norm_i, bound)`` with noise; a record that was never seen counts the clip norm (rule 8)."""
         assert isinstance(self.sampler, ImportanceSampler)
-        total = self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm)
+        total = math.fsum(self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm))
         value = torch.tensor([total], dtype=torch.float64)
         multiplier = self.plan.privacy.release(NORM_SUM, cadence).noise_multiplier
         return float(self._released(NORM_SUM, value, bound, multiplier, occasion))
@@ -273,7 +277,7 @@ class Mechanism:
             raise BudgetExceededError(
                 "no step is accounted for here: begin the next epoch first. Nothing was released"
             )
-        coins = self._key.stream("coins", self._draws)
+        coins = self._key.coins("draw", self._draws)
         self._draws += 1
         draw = self.sampler.draw(self.terms.sampling_rate, coins)
         self._outstanding.append((draw, self.terms))
@@ -289,8 +293,14 @@ class Mechanism:
         self._require_oldest(draw)
         coins = None
         if self.plan.config.contribution is Contribution.REJECT:
-            coins = torch.as_tensor(self._key.stream("accept", self.step).uniforms(len(draw)))
+            coins = torch.from_numpy(self._acceptance_coins(draw))
         return GradientSum(draw, parameters, coins)
+
+    def _acceptance_coins(self, draw: Draw) -> npt.NDArray[np.float64]:
+        """By shard, and within a shard in the order of its drawn records: whoever has the shard tosses the same."""
+        shards = self.sampler.shards
+        coins = self._key.coins("accept", self.step)
+        return coins.take(shards.numbers, shards.counts(draw.indices.numpy()))
 
     def add(self, total: GradientSum, tape: Tape) -> None:
         """Norms, weights, weighted sum: the next records of the draw, by their per-example gradients."""
