@@ -30,7 +30,7 @@ from workloads import WORKLOADS, Workload, mlp
 
 from dpis.noise import add_noise
 from dpis.randomness import Key
-from dpis.sampling import ImportanceSampler, Sampler, UniformSampler
+from dpis.sampling import ImportanceSampler, Sampler, Shards, UniformSampler
 
 BATCH = 512
 HEADROOM = 2.0
@@ -80,9 +80,9 @@ def measure_sampling(
 ) -> SamplingRow:
     now = CLOCKS[clock]
     current = norms(records)
-    sampler: Sampler = UniformSampler(records, 1.0)
+    sampler: Sampler = UniformSampler(Shards.whole(records), 1.0)
     if by_importance:
-        sampler = ImportanceSampler(records, 1.0, headroom=HEADROOM)
+        sampler = ImportanceSampler(Shards.whole(records), 1.0, headroom=HEADROOM)
         sampler.observe(torch.arange(records), current)
     start = now()
     sampler.set_clip_norm(1.0)
@@ -91,7 +91,7 @@ def measure_sampling(
     for step in range(steps + 5):  # the first five warm up
         change = torch.exp(0.5 * torch.randn(8 * BATCH))
         start = now()
-        draw = sampler.draw(min(1.0, BATCH / kappa / records), KEY.stream("coins", step))
+        draw = sampler.draw(min(1.0, BATCH / kappa / records), KEY.coins("draw", step))
         drawn = now()
         seen = current[draw.indices] * change[: len(draw)]
         looked_at = now()
@@ -123,9 +123,9 @@ def measure_memory(records: int) -> tuple[float, float]:
     """Bytes a record that a used sampler holds, and the most it held while it sorted all records."""
     current = norms(records)
     tracemalloc.start()
-    sampler = ImportanceSampler(records, 1.0, headroom=HEADROOM)
+    sampler = ImportanceSampler(Shards.whole(records), 1.0, headroom=HEADROOM)
     for step in range(50):
-        draw = sampler.draw(min(1.0, BATCH / records), KEY.stream("coins", step))
+        draw = sampler.draw(min(1.0, BATCH / records), KEY.coins("draw", step))
         sampler.observe(draw.indices, current[draw.indices])
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()

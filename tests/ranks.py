@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def _received(pipe: Any, seconds: float) -> tuple[bool, Any]:
     try:
         if not pipe.poll(seconds):
             return False, "did not end"
-        ok, value = pipe.recv()
+        ok, value = pickle.loads(pipe.recv_bytes())
     except EOFError:
         return False, "died"
     return ok, value
@@ -87,7 +88,7 @@ def _rank(
     except BaseException as error:
         last = traceback.format_exc().strip().splitlines()
         result = False, f"{type(error).__name__}: {error}\n" + "\n".join(last[-12:])
-    pipe.send(result)
+    pipe.send_bytes(pickle.dumps(result))  # tensors whole, not as shared memory
     pipe.close()
     if result[0]:
         dist.destroy_process_group()

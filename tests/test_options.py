@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "headroom": 2.0,
     "floor": 0.1,
     "contribution": "reject",
+    "shards": 16,
     "reserve_share": 0.4,
     "rate_cap": 0.7,
     "norm_sum": "stale",

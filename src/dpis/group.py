@@ -24,7 +24,10 @@ from dpis.errors import DpisError, InputError
 
 T = TypeVar("T")
 
-HOW_TO_GO_ON = "Nothing more was released. Mend the cause and go on from the last checkpoint, on any number of processes"
+HOW_TO_GO_ON = (
+    "Nothing more was released. Mend the cause and go on from the last checkpoint, "
+    "on as many processes as you like"
+)
 
 
 class RankError(DpisError, RuntimeError):
@@ -98,6 +101,7 @@ class Group(ABC):
     def share(self, tensor: Tensor) -> None:
         """Fill the tensor with that of rank 0."""
 
+    @abstractmethod
     def arrive(self, what: str, seconds: float = 60.0) -> None:
         """Refuse to wait for long where people call something on rank 0 alone.
 
@@ -143,6 +147,9 @@ class Alone(Group):
 
     def stop(self, error: BaseException) -> None:
         """There is nobody to tell."""
+
+    def arrive(self, what: str, seconds: float = 60.0) -> None:
+        """There is nobody to wait for."""
 
     def exchanged(self, slices: Tensor) -> Tensor:
         """As they are."""

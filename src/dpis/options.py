@@ -116,6 +116,7 @@ class Knob:
         below: values are smaller.
         at_most: values are not larger.
         finite: infinity is refused.
+        power_of_two: values are 1, 2, 4, 8, ...
     """
 
     help: str
@@ -134,6 +135,7 @@ class Knob:
     below: float | None = None
     at_most: float | None = None
     finite: bool = True
+    power_of_two: bool = False
 
     @property
     def bounds(self) -> str:
@@ -145,6 +147,8 @@ class Knob:
             "at most": self.at_most,
         }
         words = " and ".join(f"{word} {end:g}" for word, end in ends.items() if end is not None)
+        if self.power_of_two:
+            return f"a power of two, {words}"
         return f"a finite number {words}" if words.startswith("above") and self._open else words
 
     @property
@@ -178,7 +182,9 @@ class Knob:
                 name,
                 value,
                 _whole(value),
-                " of ".join(filter(None, ("a whole number", self.bounds))),
+                self.bounds
+                if self.power_of_two
+                else " of ".join(filter(None, ("a whole number", self.bounds))),
             )
         if "float" in kind and ("str" not in kind or self.bounds):
             return self._fitting(name, value, _number(value), self.bounds or "a number")
@@ -195,6 +201,7 @@ class Knob:
             and (self.below is None or number < self.below)
             and (self.at_most is None or number <= self.at_most)
             and not (self.finite and infinite)
+            and not (self.power_of_two and int(number) & (int(number) - 1))
             and number == number
         )
         if not fits:
@@ -297,6 +304,8 @@ class Options:
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────
 
+USUAL_SHARDS, MOST_SHARDS = 64, 1 << 16
+
 LARGEST_LEARNING_RATE = 1e6
 """Beyond it weights leave what float32 holds within a few steps."""
 
@@ -398,6 +407,14 @@ class Privacy(Options):
         choices=Contribution,
         form="weight|reject",
         used_by=PRIVATE,
+    )
+    shards: int = _sampling(
+        USUAL_SHARDS,
+        "Records are dealt out in so many shards: at least one a process.",
+        symbol="V",
+        at_least=1,
+        at_most=MOST_SHARDS,
+        power_of_two=True,
     )
 
     reserve_share: float = _adaptive(

@@ -17,6 +17,11 @@ position makes its counter, a block of 128 bits for every two normals. The tenso
 in one vector (`dpis.noise.layout`), so that no two of them share a position; and a vector ends before its counter
 leaves 36 of 128 bits.
 
+**Coins by shard.** The coins of a step are a function of ``(key, purpose, step, shard, position)``, so every process
+tosses those of its own shards, and all processes together toss what one alone would (`Coins`). Nothing is used twice:
+purpose and step make the key of a cipher, as above, and the block that a coin is read from consists of shard and
+position, 64 bits each. A shard's position only goes forward.
+
 **Floating point.** Numbers are rounded, and a mechanism proven for real numbers is only approximated
 (Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012). What is done:
 
@@ -140,6 +145,15 @@ class Key:
         """
         return Stream(self._derived(purpose, step))
 
+    def coins(self, purpose: str, step: int) -> Coins:
+        """The coins of all shards for one purpose at one step, from their beginning.
+
+        Args:
+            purpose: what for, in a word. A stream of the same word has nothing to do with it.
+            step: a whole number in ``[0, 2**64)``.
+        """
+        return Coins(self._derived(f"coins:{purpose}" if purpose else "", step))
+
     def normals(self, purpose: str, step: int, count: int) -> Normals:
         """A vector of standard normals for one purpose at one step.
 
@@ -188,12 +202,7 @@ class Stream:
 
         Neither 0 nor 1 occurs: the least is ``2**-53`` and the greatest ``1 - 2**-53``.
         """
-        words = self._next(8 * count).view("<u8")
-        words >>= np.uint64(64 - _FRACTION_BITS)
-        words |= _ONE
-        numbers: npt.NDArray[np.float64] = words.view(np.float64)  # 1 + cell / 2**52 ...
-        numbers -= _BELOW_ONE  # ... exactly: the centre of the cell
-        return numbers
+        return _centres(self._next(8 * count).view("<u8"))
 
     def _next(self, count: int) -> npt.NDArray[np.uint8]:
         if count < 0:
@@ -205,6 +214,70 @@ class Stream:
         if count:
             self._cipher.update_into(bytes(count), buffer)
         return buffer[:count]
+
+
+class Coins:
+    """Uniform numbers for the coins of many shards, in pairs; every pair is used once.
+
+    A pair is made from one block of the cipher, which consists of its shard and its position in it, 64 bits each. What
+    a shard gives does not depend on which others are asked with it, nor on how reading is cut.
+
+    Args:
+        key: 32 bytes that key nothing else. Take coins from `Key.coins`.
+
+    Example:
+        >>> coins, others = (Key.from_seed(7).coins("draw", step=3) for _ in range(2))
+        >>> coins.take(np.array([4, 9]), np.array([2, 1]))[2] == others.take(np.array([9]), np.array([1]))
+        array([ True])
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = _block_cipher(key)
+        self._positions = np.zeros(0, dtype=np.int64)  # the next one of every shard
+
+    def take(
+        self, shards: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """As `pairs`, where one number is enough: the first."""
+        return self.pairs(shards, counts)[:, 0]
+
+    def pairs(
+        self, shards: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """The next ``counts[j]`` pairs of every ``shards[j]``, one shard after another: a row each.
+
+        They lie on the grid of `Stream.uniforms`.
+
+        Args:
+            shards: ascending, each once.
+            counts: how many of each, from 0.
+        """
+        if (shards[1:] <= shards[:-1]).any() or (len(shards) and shards[0] < 0):
+            raise InputError("shards must ascend, from 0 on, each named once")
+        if len(counts) != len(shards) or (counts < 0).any():
+            raise InputError("how many must be a whole number >= 0 for every shard")
+        ends = counts.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
+        blocks = np.empty((total, 2), dtype="<u8")
+        blocks[:, 0] = shards.repeat(counts)
+        blocks[:, 1] = (self._forward(shards, counts) - ends).repeat(counts) + np.arange(total)
+        buffer = np.empty(
+            16 * total + 15, dtype=np.uint8
+        )  # the cipher may ask for room for a block
+        self._cipher.update_into(blocks.view(np.uint8), buffer)
+        return _centres(buffer[: 16 * total].view("<u8")).reshape(total, 2)
+
+    def _forward(
+        self, shards: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Move the positions of shards by so many; where they are then."""
+        if len(shards) and shards[-1] >= len(self._positions):
+            known, self._positions = self._positions, np.zeros(int(shards[-1]) + 1, dtype=np.int64)
+            self._positions[: len(known)] = known
+        self._positions[shards] += counts
+        if 16 * int(self._positions.sum()) > MOST_BYTES:
+            raise InputError(f"coins take at most {MOST_BYTES} bytes; take another purpose")
+        return self._positions[shards]
 
 
 class Normals:
@@ -257,6 +330,15 @@ class Normals:
             yield normals[:size]
 
 
+def _centres(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """From random words to the centres of ``2**52`` cells of (0, 1), in place."""
+    words >>= np.uint64(64 - _FRACTION_BITS)
+    words |= _ONE
+    numbers: npt.NDArray[np.float64] = words.view(np.float64)  # 1 + cell / 2**52 ...
+    numbers -= _BELOW_ONE  # ... exactly: the centre of the cell
+    return numbers
+
+
 def _box_muller(words: npt.NDArray[np.int64], numbers: Tensor, normals: Tensor) -> None:
     """From words of 64 random bits with a sign: ``u = |word + 1/2| / 2**63`` and an angle between -π and π."""
     radius, angle = numbers.copy_(torch.from_numpy(words)).chunk(2)
@@ -270,3 +352,8 @@ def _box_muller(words: npt.NDArray[np.int64], numbers: Tensor, normals: Tensor) 
 def _cipher(key: bytes, block: int = 0) -> Any:
     """AES-256 in counter mode, from this block of its stream on."""
     return Cipher(algorithms.AES(key), modes.CTR(block.to_bytes(16, "big"))).encryptor()
+
+
+def _block_cipher(key: bytes) -> Any:
+    """AES-256 of single blocks: a function of 128 bits that nobody can tell from a random one without the key."""
+    return Cipher(algorithms.AES(key), modes.ECB()).encryptor()

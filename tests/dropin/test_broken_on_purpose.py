@@ -19,7 +19,7 @@ from dpis.dropin.session import Session
 from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import DpisError, InputError
 from dpis.gradients.deferred import DeferredGradients
-from dpis.mechanism import config, mechanism
+from dpis.mechanism import config, noisy_update
 from dpis.noise import add_noise
 from dpis.options import Privacy
 from dpis.randomness import Key
@@ -135,9 +135,9 @@ class Plant:
 
 
 PLANTS = [
-    Plant("noise: on the first parameter only", mechanism, "add_noise", noise_for_the_first_parameter,
+    Plant("noise: on the first parameter only", noisy_update, "add_noise", noise_for_the_first_parameter,
           loops.law_every_parameter_has_its_noise),
-    Plant("noise: the same in every parameter", mechanism, "add_noise", same_noise_for_all,
+    Plant("noise: the same in every parameter", noisy_update, "add_noise", same_noise_for_all,
           loops.law_every_parameter_has_its_noise),
     Plant("noise: one parameter is stepped", Session, "release", releases_one_parameter,
           loops.law_every_parameter_has_its_noise),

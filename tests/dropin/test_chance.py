@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import dpis
 from dpis import generators as chance
 from dpis.generators import GeneratorStates, seeded_generators
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 
 from .loops import Loop, mlp, private
 
@@ -68,13 +68,13 @@ def dropping(layers: int = 1) -> nn.Module:
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What was summed up, before its noise."""
-    seen, real = list[Tensor](), mechanism_module.add_noise
+    seen, real = list[Tensor](), noisy_update.add_noise
 
     def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return real(values, std, normals)
 
-    monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
+    monkeypatch.setattr(noisy_update, "add_noise", add_noise)
     return seen
 
 

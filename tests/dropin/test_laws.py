@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from dpis.errors import BudgetExceededError
-from dpis.mechanism import EventCounter
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import EventCounter, noisy_update
 from dpis.randomness import Key, Stream
 
 from .loops import RECORDS, Loop, data, mlp, private
@@ -29,19 +28,17 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return {name: value.double() for name, value in values.items()}
 
-    monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
+    monkeypatch.setattr(noisy_update, "add_noise", add_noise)
     return seen
 
 
 def test_an_event_is_spent_before_its_noise_is_drawn(monkeypatch: pytest.MonkeyPatch):
     log: list[str] = []
-    spend, noise = EventCounter.spend, mechanism_module.add_noise
+    spend, noise = EventCounter.spend, noisy_update.add_noise
     monkeypatch.setattr(
         EventCounter, "spend", lambda self, entries: (log.append("spent"), spend(self, entries))[1]
     )
-    monkeypatch.setattr(
-        mechanism_module, "add_noise", lambda *a: (log.append("noise"), noise(*a))[1]
-    )
+    monkeypatch.setattr(noisy_update, "add_noise", lambda *a: (log.append("noise"), noise(*a))[1])
     private().train()
     assert log == ["spent", "noise"] * 5
 

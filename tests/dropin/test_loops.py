@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpis import BatchMemoryManager, PrivacyEngine
 from dpis.dropin.workers import TensorBatches
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 
 from .loops import BATCH, RECORDS, Loop, data, mlp, private
 
@@ -31,7 +31,7 @@ def usual() -> Loop:
 @pytest.fixture
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        mechanism_module,
+        noisy_update,
         "add_noise",
         lambda sums, std, stream: {name: value.double() for name, value in sums.items()},
     )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpis import PrivacyEngine
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 
 pytestmark = [
     pytest.mark.slow,
@@ -150,7 +150,7 @@ def steps(engine: Any, model: nn.Module, records: TensorDataset, **options: Any)
 def test_one_step_is_that_of_opacus(name: str, reduction: str, monkeypatch: pytest.MonkeyPatch):
     opacus = pytest.importorskip("opacus")
     monkeypatch.setattr(
-        mechanism_module,
+        noisy_update,
         "add_noise",
         lambda sums, std, stream: {n: value.double() for n, value in sums.items()},
     )

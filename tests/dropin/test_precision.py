@@ -16,7 +16,7 @@ from dpis.coupling.loss_watch import LossWatch
 from dpis.dropin.session import Session
 from dpis.errors import InputError, MisuseError
 from dpis.gradients import deferred
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 
 from .loops import data, first_batch, private
 
@@ -40,13 +40,13 @@ def moved_by_one_more(
     criterion: Criterion = functional.cross_entropy,
 ) -> float:
     """How far one record moves the sum of many that are alike."""
-    sums, real = list[Tensor](), mechanism_module.add_noise
+    sums, real = list[Tensor](), noisy_update.add_noise
 
     def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         sums.append(torch.cat([value.double().flatten() for value in values.values()]))
         return real(values, std, normals)
 
-    monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
+    monkeypatch.setattr(noisy_update, "add_noise", add_noise)
     rows = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
     inputs = torch.cat([rows[:1].expand(RECORDS, WIDTH), rows[1:]]).to(dtype)
     for records in (RECORDS, RECORDS + 1):

@@ -45,8 +45,9 @@ def test_leaving_the_loop_brings_no_other_draw(plan: dict[str, Any]) -> None:
 
 
 def test_with_fresh_coins_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Mechanism.begin_epoch
     monkeypatch.setattr(
-        Mechanism, "waiting_draws", property(lambda self: self._outstanding.clear() or ())
+        Mechanism, "begin_epoch", lambda self: (self._outstanding.clear(), begun(self))[1]
     )
     assert steps_with_the_wanted(private(**RARE), steps=3, looks=2000) == 3
 

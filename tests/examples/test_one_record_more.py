@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dpis import generators
 from dpis.dropin import session as session_module
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 from dpis.options import Privacy
 
 from .loops import quiet
@@ -178,13 +178,13 @@ with_workers = pytest.mark.parametrize("workers", [0, 2])
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """What was summed up, before its noise."""
-    seen, real = list[Tensor](), mechanism_module.add_noise
+    seen, real = list[Tensor](), noisy_update.add_noise
 
     def add_noise(values: dict[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return real(values, std, normals)
 
-    monkeypatch.setattr(mechanism_module, "add_noise", add_noise)
+    monkeypatch.setattr(noisy_update, "add_noise", add_noise)
     return seen
 
 

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from dpis import randomness
 from dpis.accounting import Accountant, Entry, Guard
 from dpis.gradients import RecordGradients
-from dpis.mechanism import Config, Contribution, EventCounter, Mechanism, Method, make_plan
-from dpis.mechanism import mechanism as module
+from dpis.mechanism import (
+    Config,
+    Contribution,
+    EventCounter,
+    Mechanism,
+    Method,
+    make_plan,
+    noisy_update,
+)
 from dpis.randomness import KEY_BYTES, Key
 from dpis.sampling import Draw
 
@@ -47,8 +54,8 @@ class Constant:
     def normals(self, count: int) -> ConstantNormals:
         return ConstantNormals(self.value, count)
 
-    def uniforms(self, count: int) -> Any:
-        return np.full(count, self.value)
+    def take(self, shards: Any, counts: Any) -> Any:
+        return np.full(counts.sum(), self.value)
 
 
 class ConstantNormals(randomness.Normals):
@@ -66,13 +73,13 @@ class ConstantNormals(randomness.Normals):
 
 @dataclass(frozen=True)
 class Given:
-    """A stream of these uniform numbers."""
+    """Coins with these uniform numbers, whatever the shards."""
 
     values: Sequence[float]
 
-    def uniforms(self, count: int) -> Any:
-        assert count == len(self.values)
-        return torch.tensor(self.values, dtype=torch.float64).numpy()
+    def take(self, shards: Any, counts: Any) -> Any:
+        assert counts.sum() == len(self.values)
+        return np.array(self.values, dtype=np.float64)
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,11 +88,11 @@ class Rigged(Key):
 
     streams: Mapping[str, Any] = field(default_factory=dict)
 
-    def stream(self, purpose: str, step: int) -> Any:
+    def coins(self, purpose: str, step: int) -> Any:
         for beginning, stream in self.streams.items():
             if purpose.startswith(beginning):
                 return stream
-        return super().stream(purpose, step)
+        return super().coins(purpose, step)
 
     def normals(self, purpose: str, step: int, count: int) -> Any:
         for beginning, stream in self.streams.items():
@@ -128,35 +135,39 @@ class Listener(EventCounter):
 def watching() -> Iterator[list[tuple[str, float]]]:
     """What comes out of the noise, by name; sums of gradients are named after their parameters."""
     seen: list[tuple[str, float]] = []
-    real = module.add_noise
+    real = noisy_update.add_noise
 
     def add_noise(sums: Mapping[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
         noisy = real(sums, std, normals)
         seen.extend((name, float(value.flatten()[0])) for name, value in noisy.items())
         return noisy
 
-    module.add_noise = add_noise
+    noisy_update.add_noise = add_noise
     try:
         yield seen
     finally:
-        module.add_noise = real
+        noisy_update.add_noise = real
 
 
 @contextmanager
-def recorded_ciphers() -> Iterator[list[Opened]]:
+def recorded_ciphers() -> Iterator[list[Opened | OpenedBlocks]]:
     """All ciphers that are opened, and which of their blocks are read."""
-    opened: list[Opened] = []
-    real = randomness._cipher
+    opened: list[Opened | OpenedBlocks] = []
+    real, real_blocks = randomness._cipher, randomness._block_cipher
 
     def cipher(key: bytes, block: int = 0) -> Opened:
         opened.append(Opened(real(key, block), key, block))
         return opened[-1]
 
-    randomness._cipher = cipher
+    def block_cipher(key: bytes) -> OpenedBlocks:
+        opened.append(OpenedBlocks(real_blocks(key), key))
+        return opened[-1]
+
+    randomness._cipher, randomness._block_cipher = cipher, block_cipher
     try:
         yield opened
     finally:
-        randomness._cipher = real
+        randomness._cipher, randomness._block_cipher = real, real_blocks
 
 
 @dataclass
@@ -178,12 +189,37 @@ class Opened:
         return self.block - (-self.read // 16)
 
 
-def shared_blocks(opened: Sequence[Opened]) -> bool:
-    """Whether some block of a cipher was read twice."""
-    in_order = sorted(opened, key=lambda one: (one.key, one.block, one.end))
-    return any(
-        before.key == after.key and before.end > after.block
-        for before, after in itertools.pairwise(in_order)
+@dataclass
+class OpenedBlocks:
+    """A cipher of single blocks that remembers them."""
+
+    cipher: Any
+    key: bytes
+    blocks: list[bytes] = field(default_factory=list)
+
+    def update_into(self, data: Any, buffer: Any) -> int:
+        asked = np.ascontiguousarray(data).tobytes()
+        self.blocks += [asked[i : i + 16] for i in range(0, len(asked), 16)]
+        return self.cipher.update_into(data, buffer)
+
+    @property
+    def read(self) -> int:
+        return 16 * len(self.blocks)
+
+
+def shared_blocks(opened: Sequence[Opened | OpenedBlocks]) -> bool:
+    """Whether some block of a cipher was read twice, or a key serves both kinds."""
+    counting = [one for one in opened if isinstance(one, Opened)]
+    single = [one for one in opened if isinstance(one, OpenedBlocks)]
+    in_order = sorted(counting, key=lambda one: (one.key, one.block, one.end))
+    named = [(one.key, block) for one in single for block in one.blocks]
+    return (
+        len(set(named)) < len(named)
+        or not {one.key for one in counting}.isdisjoint(one.key for one in single)
+        or any(
+            before.key == after.key and before.end > after.block
+            for before, after in itertools.pairwise(in_order)
+        )
     )
 
 
@@ -295,7 +331,7 @@ class Small:
 @contextmanager
 def forced(sampler: Any, draw: Draw) -> Iterator[None]:
     """The sampler draws this."""
-    sampler.draw = lambda rate, stream: draw
+    sampler.draw = lambda rate, coins: draw
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import torch
 
 from dpis.accounting import NormSumBounds, adaptive
 from dpis.errors import DpisError
-from dpis.mechanism import AdaptiveClipping, Mechanism
+from dpis.mechanism import AdaptiveClipping, Mechanism, noisy_update
 from dpis.mechanism import mechanism as module
 from dpis.mechanism.contribution import contribution_weights
 from dpis.noise import add_noise
@@ -32,8 +32,8 @@ INIT, DRAW, OBSERVE, SUM = (
     ImportanceSampler.observe,
     ImportanceSampler.sum_of_last_norms,
 )
-STREAM, NORMALS, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
-    Key.stream,
+COINS, NORMALS, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
+    Key.coins,
     Key.normals,
     Mechanism.release_sum,
     Mechanism._released,
@@ -43,26 +43,27 @@ STREAM, NORMALS, RELEASE, RELEASED, BEGIN, SPEND, DRAW_AHEAD, WEIGH = (
     Mechanism._weights,
 )
 
+ANY = np.zeros(1, dtype=np.int64)
+
 
 # ── the bugs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sticky(self, rate, stream):
+def sticky(self, rate, coins):
     """A third of the draws repeats the one before: candidates kept over an epoch, as Algorithm 1 does."""
     last = getattr(self, "last", None)
-    if last is None or stream.uniforms(1)[0] > 1 / 3:
-        last = self.last = DRAW(self, rate, stream)
+    if last is None or coins.take(ANY, ANY + 1)[0] > 1 / 3:
+        last = self.last = DRAW(self, rate, coins)
     return last
 
 
-def capped_at_one(self, rate, stream):
+def capped_at_one(self, rate, coins):
     """The paper's min(., 1): a probability that passes π."""
     estimate = self._estimate
     norms = np.minimum(self._last_norms.astype(float), 1e12)
     wanted = estimate.headroom * np.maximum(norms, estimate.floor)
-    chosen = np.flatnonzero(
-        stream.uniforms(len(norms)) < np.minimum(1, rate * wanted / self.clip_norm)
-    )
+    uniforms = coins.take(self.shards.numbers, self.shards.sizes)
+    chosen = np.flatnonzero(uniforms < np.minimum(1, rate * wanted / self.clip_norm))
     return Draw(
         torch.from_numpy(chosen), torch.from_numpy(np.minimum(wanted[chosen], self.clip_norm))
     )
@@ -137,7 +138,7 @@ def divided_by_a_share(self, label, value, sensitivity, multiplier, occasion):
 
 def uncharged(self, label, value, sensitivity, multiplier, occasion):
     normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
-    return module.add_noise({label: value}, 1.001 * multiplier * sensitivity, normals)[label]
+    return noisy_update.add_noise({label: value}, 1.001 * multiplier * sensitivity, normals)[label]
 
 
 def charges_afterwards(self, entries):
@@ -169,8 +170,8 @@ def c_star_unclipped(self, noisy_norm_sum, n_public):
     return proposed if 1e-9 < proposed < 1e25 else self.ceiling
 
 
-def floor_in_absolute_units(self, population, clip_norm, *, headroom, floor):
-    INIT(self, population, clip_norm, headroom=headroom, floor=floor / clip_norm)
+def floor_in_absolute_units(self, shards, clip_norm, *, headroom, floor):
+    INIT(self, shards, clip_norm, headroom=headroom, floor=floor / clip_norm)
 
 
 # ── and who notices ──────────────────────────────────────────────────────────────────────────────────
@@ -205,7 +206,7 @@ def by_realised_batch(mechanism: Mechanism, draw: Draw) -> float:
 PLANTS = [
     Plant("1 sticky coins", ImportanceSampler, "draw", sticky,
           steps.law_coins_are_fresh_and_as_probable_as_they_say),
-    Plant("1 the same coins in all steps", Key, "stream", lambda self, purpose, step: STREAM(self, purpose, 0),
+    Plant("1 the same coins in all steps", Key, "coins", lambda self, purpose, step: COINS(self, purpose, 0),
           steps.law_coins_are_fresh_and_as_probable_as_they_say),
     Plant("2 no clip", module, "contribution_weights", unclipped,
           steps.law_one_record_moves_a_sum_by_at_most_one),
@@ -231,7 +232,7 @@ PLANTS = [
     Plant("6 7 K over p_K", Mechanism, "_released", divided_by_a_share,
           releases.law_noise_over_sensitivity_is_what_is_charged),
     Plant("6 7 norms are summed unclipped", ImportanceSampler, "sum_of_last_norms",
-          lambda self, bound, unseen: float(np.minimum(self._last_norms, 1e9).sum()),
+          lambda self, bound, unseen: [np.minimum(self._last_norms, 1e9).sum()],
           releases.law_noise_over_sensitivity_is_what_is_charged),
     Plant("6 7 norm sums are not charged", Mechanism, "_released", uncharged,
           releases.law_every_event_is_charged_in_its_order),
@@ -266,11 +267,11 @@ PLANTS = [
     Plant("16 norms are not stored", ImportanceSampler, "observe",
           lambda self, i, n: None if len(i) == 1 and n.dtype == torch.float64 else OBSERVE(self, i, n),
           steps.law_a_record_that_grew_is_held_back_once),
-    Plant("18 one stream for all steps", Key, "stream", lambda self, purpose, step: STREAM(self, purpose, 0),
+    Plant("18 one stream for all steps", Key, "coins", lambda self, purpose, step: COINS(self, purpose, 0),
           steps.law_no_stream_serves_twice),
     Plant("18 the same noise in all steps", Key, "normals", lambda self, purpose, _, n: NORMALS(self, purpose, 0, n),
           steps.law_no_stream_serves_twice),
-    Plant("18 one stream for coins and noise", Key, "stream", lambda self, purpose, step: STREAM(self, "all", step),
+    Plant("18 one stream for coins and second coins", Key, "coins", lambda self, _, step: COINS(self, "all", step),
           steps.law_no_stream_serves_twice),
     Plant("19 coarse norms", module, "contribution_weights", coarse_norms,
           steps.law_the_rounding_of_a_contribution),
@@ -279,9 +280,9 @@ PLANTS = [
           releases.law_events_come_before_their_outputs),
     Plant("filter: later epochs are not reserved for", adaptive, "next_grad_noise", reserves_nothing,
           releases.law_released_norm_sums_stay_in_their_bounds),
-    Plant("noise: two thirds", module, "add_noise", noise_times(2 / 3), steps.law_the_scale_of_noise),
-    Plant("noise: three halves", module, "add_noise", noise_times(3 / 2), steps.law_the_scale_of_noise),
-    Plant("noise: in units of C", module, "add_noise", noise_times(0.25), steps.law_the_applied_noise),
+    Plant("noise: two thirds", noisy_update, "add_noise", noise_times(2 / 3), steps.law_the_scale_of_noise),
+    Plant("noise: three halves", noisy_update, "add_noise", noise_times(3 / 2), steps.law_the_scale_of_noise),
+    Plant("noise: in units of C", noisy_update, "add_noise", noise_times(0.25), steps.law_the_applied_noise),
     Plant("variance: every candidate adds a unit vector", module, "contribution_weights",
           lambda n, g, *, how, **given: 1 / n if how == "weight" else contribution_weights(n, g, how=how, **given),
           steps.law_sampling_variance),

@@ -103,13 +103,13 @@ def test_a_restored_mechanism_goes_on_bit_for_bit(c: Config, stop: int, tmp_path
     before = Changing(c, cut)
     advance(before, stop)
     saved = io.BytesIO()
-    torch.save(before.mechanism.state_dict(), saved)
+    torch.save([before.mechanism.state_dict(), before.mechanism.own_state()], saved)
     advance(before, 2)  # lost in a crash: done again below, with the same events
     cut.close()
 
     reopened = LedgerJournal.reopen(tmp_path / "cut.jsonl", header(c))
     after = Changing(c, reopened)
-    after.mechanism.load_state_dict(torch.load(io.BytesIO(saved.getvalue())))
+    after.mechanism.load_state_dict(*torch.load(io.BytesIO(saved.getvalue())))
     rest = advance(after, len(expected) - stop)
     reopened.close()
     assert all(torch.equal(a, b) for a, b in zip(rest, expected[stop:], strict=True))
@@ -205,7 +205,7 @@ def test_a_clip_norm_is_adapted_once_an_epoch() -> None:
     with pytest.raises(InputError, match="released already"):
         system.mechanism.end_epoch()
     restored = Small(everything_at_once(), rows(*NORMS), KEY, gradients=PlainSums(3))
-    restored.mechanism.load_state_dict(system.mechanism.state_dict())
+    restored.mechanism.load_state_dict(system.mechanism.state_dict(), system.mechanism.own_state())
     with pytest.raises(InputError, match="released already"):
         restored.mechanism.end_epoch()
 

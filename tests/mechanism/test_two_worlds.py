@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpis.accounting import Accountant
-from dpis.mechanism import Contribution, Mechanism, Method, NormSum
+from dpis.mechanism import Contribution, Mechanism, Method, NormSum, noisy_update
 from dpis.mechanism import mechanism as module
 from dpis.noise import add_noise
 from dpis.sampling import Draw, ImportanceSampler
@@ -74,7 +74,7 @@ def hardly_any_noise(self, label, value, sensitivity, multiplier, occasion):
 
 
 PLANTS = {
-    "noise x 2/3": (Scenario(SURE, 2000), module, "add_noise", too_little),
+    "noise x 2/3": (Scenario(SURE, 2000), noisy_update, "add_noise", too_little),
     "sticky coins": (Scenario(RARE, 300), ImportanceSampler, "draw", union_over_the_epoch),
     "a missing clip": (
         Scenario(SURE, 150, canary_norm=50.0), module, "contribution_weights", unclipped),

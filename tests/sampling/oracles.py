@@ -6,15 +6,16 @@ Every law raises AssertionError for a sample of a true sampler with probability 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 from torch import Tensor
 
-from dpis.randomness import Key, Stream
-from dpis.sampling import Draw, Sampler
+from dpis.randomness import Coins, Key
+from dpis.sampling import Draw, Sampler, Shards
 
 FALSE_ALARM = 1e-6
 KEY = Key.from_seed(7)
@@ -39,9 +40,10 @@ class SlowSampler:
         settings = self.clip_norm, self.headroom, self.floor
         return np.array([importance_of(np.float32(norm), *settings) for norm in self.norms])
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
+    def draw(self, rate: float, coins: Coins) -> Draw:
         importance = self.importance()
-        heads = stream.uniforms(self.population) < rate * importance / self.clip_norm
+        own = Shards.whole(self.population)
+        heads = coins.take(own.numbers, own.sizes) < rate * importance / self.clip_norm
         chosen = np.flatnonzero(heads)
         return Draw(torch.from_numpy(chosen), torch.from_numpy(importance[chosen]))
 
@@ -103,7 +105,7 @@ def accept_changing_frequencies(
     surplus, variance = np.zeros(sampler.population), np.zeros(sampler.population)
     for step in range(steps):
         q = probabilities()
-        drawn = sampler.draw(rate, KEY.stream("coins", step)).indices
+        drawn = sampler.draw(rate, KEY.coins("draw", step)).indices
         surplus -= q
         surplus[drawn.numpy()] += 1
         variance += q * (1 - q)
@@ -127,7 +129,13 @@ def two_sided(tests: int) -> float:
     return float(stats.norm.isf(FALSE_ALARM / (2 * tests)))
 
 
-def state_of(sampler: Sampler) -> list[Sequence[float] | float]:
+def state_of(sampler: Sampler) -> Any:
     """A sampler's state in a form that can be compared."""
-    values = sampler.state_dict().values()
-    return [value.tolist() if isinstance(value, Tensor) else value for value in values]
+    return plain(sampler.state_dict())
+
+
+def plain(value: Any) -> Any:
+    """A state whose tensors are lists."""
+    if isinstance(value, Mapping):
+        return [plain(one) for one in value.values()]
+    return value.tolist() if isinstance(value, Tensor) else value

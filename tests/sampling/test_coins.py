@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
-from dpis.randomness import Stream
+from dpis.randomness import Coins
 from dpis.sampling.coins import heads
 from dpis.sampling.draw import Draw
 
@@ -23,25 +23,31 @@ groups = st.lists(
 )
 
 
-class Constant(Stream):
-    """A stream of one number for ever."""
+SHARD = np.array([5])
+
+
+class Constant(Coins):
+    """Coins of one number for ever."""
 
     def __init__(self, number: float) -> None:
         self.number = number
 
-    def uniforms(self, count: int) -> np.ndarray:
-        return np.full(count, self.number)
+    def pairs(self, shards: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        return np.full((counts.sum(), 2), self.number)
 
 
-def toss(sizes: list[int], probabilities: list[float], stream: Stream) -> tuple[list, list]:
-    slots, owners = heads(np.array(sizes, dtype=np.int64), np.array(probabilities), stream)
+def toss(sizes: list[int], probabilities: list[float], coins: Coins) -> tuple[list, list]:
+    """One shard."""
+    by_shard = np.array([sizes], dtype=np.int64)
+    slots, owners, unread = heads(by_shard, np.array(probabilities), coins, SHARD)
+    assert len(unread) == len(slots)
     return slots.tolist(), owners.tolist()
 
 
 @given(groups, st.integers(0, 1000))
 def test_slots_ascend_and_belong_to_their_groups(drawn: list[tuple[int, float]], step: int) -> None:
     sizes, probabilities = [size for size, _ in drawn], [p for _, p in drawn]
-    slots, owners = toss(sizes, probabilities, KEY.stream("coins", step))
+    slots, owners = toss(sizes, probabilities, KEY.coins("draw", step))
     ends = np.cumsum(sizes)
     for slot, owner in zip(slots, owners, strict=True):
         assert ends[owner] - sizes[owner] <= slot < ends[owner]
@@ -55,10 +61,10 @@ def test_slots_ascend_and_belong_to_their_groups(drawn: list[tuple[int, float]],
 
 @given(st.integers(0, 300), st.floats(1e-3, 0.999), st.integers(0, 1000))
 def test_one_group_against_a_loop(size: int, probability: float, step: int) -> None:
-    slots, _ = toss([size], [probability], KEY.stream("coins", step))
-    stream, expected, slot = KEY.stream("coins", step), [], -1
+    slots, _ = toss([size], [probability], KEY.coins("draw", step))
+    coins, expected, slot = KEY.coins("draw", step), [], -1
     while True:
-        u = float(stream.uniforms(1)[0])
+        u = float(coins.take(SHARD, np.array([1]))[0])
         slot += 1 + math.floor(math.log(u) / math.log1p(-probability))
         if slot >= size:
             break
@@ -80,14 +86,14 @@ def test_no_heads_at_all(probability: float) -> None:
 @pytest.mark.parametrize("probability", [-1e-9, 1 + 1e-9, math.nan])
 def test_what_is_not_a_probability_is_refused(probability: float) -> None:
     with pytest.raises(InputError):
-        toss([3, 3], [0.5, probability], KEY.stream("coins", 0))
+        toss([3, 3], [0.5, probability], KEY.coins("draw", 0))
 
 
 def test_every_subset_has_its_probability() -> None:
-    sizes, probabilities = np.array([2, 0, 1, 2]), np.array([0.3, 0.5, 0.8, 0.5])
+    sizes, probabilities = np.array([[1, 0, 1], [1, 1, 1]]), np.array([0.3, 0.5, 0.8])
 
     def draw(step: int) -> Draw:
-        slots, _ = heads(sizes, probabilities, KEY.stream("coins", step))
+        slots, _, _ = heads(sizes, probabilities, KEY.coins("draw", step), np.array([3, 8]))
         return Draw(torch.from_numpy(slots), torch.ones(len(slots)))
 
-    accept_subsets(draw, 3000, np.repeat(probabilities, sizes))
+    accept_subsets(draw, 3000, np.repeat(np.tile(probabilities, 2), sizes.ravel()))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dpis.randomness import Stream
-from dpis.sampling import Draw, ImportanceSampler, UniformSampler, coins
+from dpis.randomness import Coins
+from dpis.sampling import Draw, ImportanceSampler, Shards, UniformSampler, importance
 from dpis.sampling.classes import RecordClasses
 from dpis.sampling.estimate import Estimate
 
@@ -31,7 +32,8 @@ from .oracles import (
 
 NORMS = np.array([0.0, 0.03, 0.11, 0.2, 0.26, 0.3, 0.41, 0.5, 0.7, 3.0, math.inf, 1e-3])
 RATE, HEADROOM, FLOOR = 0.8, 1.5, 0.1
-POPULATION = 3 * len(NORMS)
+POPULATION, SHARDS = 3 * len(NORMS), 8
+ANY = np.zeros(1, dtype=np.int64)
 PROBABILITIES = RATE * np.array(
     [importance_of(float(np.float32(n)), 1.0, HEADROOM, FLOOR) for n in np.tile(NORMS, 3)]
 )
@@ -40,7 +42,9 @@ pytestmark = pytest.mark.slow
 
 
 def fast() -> ImportanceSampler:
-    sampler = ImportanceSampler(POPULATION, 1.0, headroom=HEADROOM, floor=FLOOR)
+    sampler = ImportanceSampler(
+        Shards.whole(POPULATION, SHARDS), 1.0, headroom=HEADROOM, floor=FLOOR
+    )
     sampler.observe(torch.arange(POPULATION), torch.from_numpy(np.tile(NORMS, 3)))
     return sampler
 
@@ -53,7 +57,7 @@ def slow() -> SlowSampler:
 
 def accept_all(make: Callable[[], ImportanceSampler | SlowSampler], steps: int) -> None:
     sampler = make()
-    table = inclusions(lambda t: sampler.draw(RATE, KEY.stream("coins", t)), steps, POPULATION)
+    table = inclusions(lambda t: sampler.draw(RATE, KEY.coins("draw", t)), steps, POPULATION)
     accept_frequencies(table, PROBABILITIES)
     accept_freshness(table, PROBABILITIES)
     accept_independence(table, PROBABILITIES)
@@ -89,15 +93,15 @@ def test_the_same_with_many_more_draws() -> None:
 
 
 def test_every_subset_of_four_records() -> None:
-    sampler = ImportanceSampler(4, 1.0, headroom=1.0, floor=0.2)
+    sampler = ImportanceSampler(Shards.whole(4), 1.0, headroom=1.0, floor=0.2)
     sampler.observe(torch.tensor([0, 1, 3]), torch.tensor([0.3, 0.1, 0.45]))
     probabilities = 0.9 * np.array([np.float32(0.3), 0.2, 1.0, np.float32(0.45)])
-    accept_subsets(lambda t: sampler.draw(0.9, KEY.stream("coins", t)), 2500, probabilities)
+    accept_subsets(lambda t: sampler.draw(0.9, KEY.coins("draw", t)), 2500, probabilities)
 
 
 def test_uniform_sampling() -> None:
-    sampler = UniformSampler(40, 1.0)
-    table = inclusions(lambda t: sampler.draw(0.3, KEY.stream("coins", t)), 1500, 40)
+    sampler = UniformSampler(Shards.whole(40), 1.0)
+    table = inclusions(lambda t: sampler.draw(0.3, KEY.coins("draw", t)), 1500, 40)
     probabilities = np.full(40, 0.3)
     accept_frequencies(table, probabilities)
     accept_freshness(table, probabilities)
@@ -111,7 +115,7 @@ class Broken(ImportanceSampler):
     """As `fast`; what is broken is said by the subclass."""
 
     def __init__(self) -> None:
-        super().__init__(POPULATION, 1.0, headroom=HEADROOM, floor=FLOOR)
+        super().__init__(Shards.whole(POPULATION, SHARDS), 1.0, headroom=HEADROOM, floor=FLOOR)
         self.observe(torch.arange(POPULATION), torch.from_numpy(np.tile(NORMS, 3)))
 
 
@@ -120,17 +124,17 @@ class StickyCoins(Broken):
 
     last: Draw | None = None
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
-        if self.last is None or stream.uniforms(1)[0] > 1 / 3:
-            self.last = super().draw(rate, stream)
+    def draw(self, rate: float, coins: Coins) -> Draw:
+        if self.last is None or coins.take(ANY, ANY + 1)[0] > 1 / 3:
+            self.last = super().draw(rate, coins)
         return self.last
 
 
 class CommonCoin(Broken):
     """One coin for all records, each with the right probability."""
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
-        u = stream.uniforms(1)[0]
+    def draw(self, rate: float, coins: Coins) -> Draw:
+        u = coins.take(ANY, ANY + 1)[0]
         chosen = torch.from_numpy(np.flatnonzero(u < PROBABILITIES))
         return Draw(chosen, torch.ones(len(chosen), dtype=torch.float64))
 
@@ -138,8 +142,8 @@ class CommonCoin(Broken):
 class LastOneMissing(Broken):
     """The last record of the order never takes part: a boundary that is off by one."""
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
-        draw = super().draw(rate, stream)
+    def draw(self, rate: float, coins: Coins) -> Draw:
+        draw = super().draw(rate, coins)
         kept = draw.indices != self._classes.order[-1]
         return Draw(draw.indices[kept], draw.importance[kept])
 
@@ -156,7 +160,7 @@ def test_every_law_notices_what_it_is_meant_for(
     law: Callable[[np.ndarray, np.ndarray], None], broken: type[Broken]
 ) -> None:
     sampler = broken()
-    table = inclusions(lambda t: sampler.draw(RATE, KEY.stream("coins", t)), 1500, POPULATION)
+    table = inclusions(lambda t: sampler.draw(RATE, KEY.coins("draw", t)), 1500, POPULATION)
     with pytest.raises(AssertionError):
         law(table, PROBABILITIES)
 
@@ -182,13 +186,13 @@ def test_records_that_do_not_move_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_skips_that_are_one_too_long_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = coins.heads
+    sound = importance.heads
 
-    def late(sizes: np.ndarray, probabilities: np.ndarray, stream: Stream) -> object:
-        slots, groups = sound(sizes, probabilities, stream)
+    def late(*given: Any) -> object:
+        slots, *more = sound(*given)
         behind = np.isin(slots - 1, slots)  # whoever follows a head at once is overlooked
-        return slots[~behind], groups[~behind]
+        return slots[~behind], *(one[~behind] for one in more)
 
-    monkeypatch.setattr(coins, "heads", late)
+    monkeypatch.setattr(importance, "heads", late)
     with pytest.raises(AssertionError):
         accept_all(fast, 1500)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpis.errors import InputError
-from dpis.sampling import ImportanceSampler, Sampler, UniformSampler
+from dpis.sampling import ImportanceSampler, Sampler, Shards, UniformSampler
 from dpis.sampling.estimate import Estimate
 
 from .oracles import KEY, growing_norms, importance_of, state_of
@@ -32,16 +32,21 @@ def tensor(values: list[float]) -> torch.Tensor:
 def observed(
     values: list[float], clip_norm: float = 1.0, headroom: float = 2.0, **more: Any
 ) -> Any:
-    sampler = ImportanceSampler(len(values), clip_norm, headroom=headroom, **more)
+    sampler = ImportanceSampler(Shards.whole(len(values)), clip_norm, headroom=headroom, **more)
     sampler.observe(torch.arange(len(values)), tensor(values))
     return sampler
+
+
+def whole_sum(sampler: ImportanceSampler, bound: float, **more: float) -> float:
+    """Over all shards, as the mechanism adds them up."""
+    return math.fsum(sampler.sum_of_last_norms(bound, **more))
 
 
 def walked(sampler: Sampler, first: int, last: int, rate: float = 0.3) -> list[list[float]]:
     """Draw and observe from step to step; all that was drawn."""
     history = []
     for step in range(first, last):
-        draw = sampler.draw(rate, KEY.stream("coins", step))
+        draw = sampler.draw(rate, KEY.coins("draw", step))
         history.append(draw.indices.tolist() + draw.importance.tolist())
         sampler.observe(draw.indices, growing_norms(draw.indices, step))
     return history
@@ -55,7 +60,7 @@ def test_importance_is_as_specified_and_never_above_the_clip_norm(
     values: list[float], headroom: float, floor: float, clip_norm: float, step: int
 ) -> None:
     sampler = observed(values, clip_norm, headroom, floor=floor * clip_norm)
-    draw = sampler.draw(1.0, KEY.stream("coins", step))
+    draw = sampler.draw(1.0, KEY.coins("draw", step))
     assert draw.indices.tolist() == sorted(set(draw.indices.tolist()))
     with np.errstate(over="ignore"):
         stored = [float(np.float32(value)) for value in values]
@@ -88,7 +93,7 @@ def test_a_record_that_grew_is_held_back_once() -> None:
     sampler = observed([0.1], headroom=2.0)
     sampler.observe(torch.tensor([0]), tensor([5.0]))
     assert sampler.last_norms.tolist() == [5.0]
-    assert sampler.draw(1.0, KEY.stream("coins", 0)).importance.tolist() == [1.0]
+    assert sampler.draw(1.0, KEY.coins("draw", 0)).importance.tolist() == [1.0]
 
 
 @given(headrooms, st.floats(1e-6, 2), clip_norms, st.lists(norms, min_size=1, max_size=20))
@@ -139,21 +144,21 @@ def test_what_cannot_be_stored_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: ImportanceSampler(-1, 1.0, headroom=2.0),
-        lambda: ImportanceSampler(2**31, 1.0, headroom=2.0),
-        lambda: ImportanceSampler(1.0, 1.0, headroom=2.0),  # type: ignore[arg-type]
-        lambda: ImportanceSampler(1, 0.0, headroom=2.0),
-        lambda: ImportanceSampler(1, math.nan, headroom=2.0),
-        lambda: ImportanceSampler(1, 1.0, headroom=0.9),
-        lambda: ImportanceSampler(1, 1.0, headroom=math.nan),
-        lambda: ImportanceSampler(1, 1.0, headroom=2.0, floor=0.0),
-        lambda: ImportanceSampler(1, 1.0, headroom=2.0, floor=math.nan),
-        lambda: UniformSampler(1, -1.0),
-        lambda: UniformSampler(1, 1.0).draw(0.0, KEY.stream("coins", 0)),
-        lambda: UniformSampler(1, 1.0).draw(1.1, KEY.stream("coins", 0)),
-        lambda: observed([1.0]).draw(math.nan, KEY.stream("coins", 0)),
+        lambda: ImportanceSampler(Shards.whole(-1), 1.0, headroom=2.0),
+        lambda: ImportanceSampler(Shards.whole(2**31), 1.0, headroom=2.0),
+        lambda: ImportanceSampler(Shards.whole(1.0), 1.0, headroom=2.0),  # type: ignore[arg-type]
+        lambda: ImportanceSampler(Shards.whole(1), 0.0, headroom=2.0),
+        lambda: ImportanceSampler(Shards.whole(1), math.nan, headroom=2.0),
+        lambda: ImportanceSampler(Shards.whole(1), 1.0, headroom=0.9),
+        lambda: ImportanceSampler(Shards.whole(1), 1.0, headroom=math.nan),
+        lambda: ImportanceSampler(Shards.whole(1), 1.0, headroom=2.0, floor=0.0),
+        lambda: ImportanceSampler(Shards.whole(1), 1.0, headroom=2.0, floor=math.nan),
+        lambda: UniformSampler(Shards.whole(1), -1.0),
+        lambda: UniformSampler(Shards.whole(1), 1.0).draw(0.0, KEY.coins("draw", 0)),
+        lambda: UniformSampler(Shards.whole(1), 1.0).draw(1.1, KEY.coins("draw", 0)),
+        lambda: observed([1.0]).draw(math.nan, KEY.coins("draw", 0)),
         lambda: observed([1.0]).sum_of_last_norms(1.0, unseen=1.5),
-        lambda: UniformSampler(1, 1.0).sum_of_last_norms(1.0),
+        lambda: UniformSampler(Shards.whole(1), 1.0).sum_of_last_norms(1.0),
     ],
 )
 def test_wrong_requests_are_refused(wrong: Callable[[], object]) -> None:
@@ -164,8 +169,8 @@ def test_wrong_requests_are_refused(wrong: Callable[[], object]) -> None:
 # ── edges ────────────────────────────────────────────────────────────────────────────────────────────
 
 SAMPLERS: list[Callable[[int], Sampler]] = [
-    lambda population: UniformSampler(population, 1.0),
-    lambda population: ImportanceSampler(population, 1.0, headroom=2.0),
+    lambda population: UniformSampler(Shards.whole(population), 1.0),
+    lambda population: ImportanceSampler(Shards.whole(population), 1.0, headroom=2.0),
 ]
 
 
@@ -173,7 +178,7 @@ SAMPLERS: list[Callable[[int], Sampler]] = [
 def test_nobody_and_nothing(make: Callable[[int], Sampler]) -> None:
     empty, nobody = make(0), torch.zeros(0, dtype=torch.int64)
     for step in range(3):
-        draw = empty.draw(1.0, KEY.stream("coins", step))
+        draw = empty.draw(1.0, KEY.coins("draw", step))
         assert len(draw) == 0
         empty.observe(draw.indices, draw.importance)
     empty.set_clip_norm(2.0)
@@ -181,7 +186,7 @@ def test_nobody_and_nothing(make: Callable[[int], Sampler]) -> None:
     assert empty.clip_norm == 2.0
     seldom = make(5)
     seldom.observe(nobody, torch.zeros(0))
-    draw = seldom.draw(1e-15, KEY.stream("coins", 0))
+    draw = seldom.draw(1e-15, KEY.coins("draw", 0))
     assert draw.indices.dtype == torch.int64
     assert draw.importance.dtype == torch.float64
     assert len(draw) == 0
@@ -190,14 +195,14 @@ def test_nobody_and_nothing(make: Callable[[int], Sampler]) -> None:
 
 @pytest.mark.parametrize("make", SAMPLERS, ids=["uniform", "importance"])
 def test_at_rate_one_everybody_unseen_is_drawn(make: Callable[[int], Sampler]) -> None:
-    draw = make(1000).draw(1.0, KEY.stream("coins", 0))
+    draw = make(1000).draw(1.0, KEY.coins("draw", 0))
     assert draw.indices.tolist() == list(range(1000))
     assert draw.importance.tolist() == [1.0] * 1000
 
 
 def test_infinite_headroom_is_uniform_sampling() -> None:
-    uniform = UniformSampler(400, 0.3)
-    importance = ImportanceSampler(400, 0.3, headroom=math.inf)
+    uniform = UniformSampler(Shards.whole(400), 0.3)
+    importance = ImportanceSampler(Shards.whole(400), 0.3, headroom=math.inf)
     assert walked(uniform, 0, 50) == walked(importance, 0, 50)
 
 
@@ -205,11 +210,11 @@ def test_the_clip_norm_can_change() -> None:
     sampler = observed([0.02, 0.1, 0.3, 5.0])
     before = state_of(sampler)
     sampler.set_clip_norm(0.1)
-    importance = sampler.draw(1.0, KEY.stream("coins", 0)).importance
+    importance = sampler.draw(1.0, KEY.coins("draw", 0)).importance
     assert importance.max() == 0.1
     assert sampler.clip_norm == 0.1
     sampler.set_clip_norm(0.4, floor=0.2)
-    draw = sampler.draw(1.0, KEY.stream("coins", 1))
+    draw = sampler.draw(1.0, KEY.coins("draw", 1))
     assert draw.importance.tolist() == [0.4] * 4
     sampler.set_clip_norm(1.0, floor=0.05)
     assert state_of(sampler) == before
@@ -217,17 +222,16 @@ def test_the_clip_norm_can_change() -> None:
 
 def test_the_sum_of_last_norms() -> None:
     sampler = observed([0.25, 4.0, math.nan, 0.0])
-    assert sampler.sum_of_last_norms(1.0) == 0.25 + 1 + 1 + 0
-    assert sampler.sum_of_last_norms(2.0, unseen=0.5) == 0.25 + 2 + 0.5 + 0
-    assert ImportanceSampler(0, 1.0, headroom=2.0).sum_of_last_norms(1.0) == 0.0
+    assert whole_sum(sampler, 1.0) == 0.25 + 1 + 1 + 0
+    assert whole_sum(sampler, 2.0, unseen=0.5) == 0.25 + 2 + 0.5 + 0
+    assert whole_sum(ImportanceSampler(Shards.whole(0), 1.0, headroom=2.0), 1.0) == 0.0
 
 
 @given(st.lists(norms, max_size=20), norms, clip_norms)
 def test_one_record_adds_between_nothing_and_the_bound(
     values: list[float], more: float, bound: float
 ) -> None:
-    before = observed(values).sum_of_last_norms(bound)
-    after = observed([*values, more]).sum_of_last_norms(bound)
+    before, after = (whole_sum(observed(all_), bound) for all_ in (values, [*values, more]))
     assert -1e-12 * bound <= after - before <= (1 + 1e-12) * bound
 
 
@@ -235,41 +239,41 @@ def test_one_record_adds_between_nothing_and_the_bound(
 
 
 def test_a_restored_sampler_draws_the_same() -> None:
-    sampler = ImportanceSampler(200, 1.0, headroom=3.0)
+    sampler = ImportanceSampler(Shards.whole(200), 1.0, headroom=3.0)
     walked(sampler, 0, 40)
     sampler.set_clip_norm(0.7)
     walked(sampler, 40, 60)
     file = io.BytesIO()
     torch.save(sampler.state_dict(), file)
     file.seek(0)
-    restored = ImportanceSampler(200, 1.0, headroom=3.0)
+    restored = ImportanceSampler(Shards.whole(200), 1.0, headroom=3.0)
     restored.load_state_dict(torch.load(file, weights_only=True))
     assert state_of(restored) == state_of(sampler)
     assert walked(restored, 60, 100) == walked(sampler, 60, 100)
 
 
 def test_a_state_is_a_copy() -> None:
-    sampler = ImportanceSampler(50, 1.0, headroom=3.0)
+    sampler = ImportanceSampler(Shards.whole(50), 1.0, headroom=3.0)
     state = sampler.state_dict()
     walked(sampler, 0, 10)
-    assert state["last_norms"].isinf().all()
-    other = ImportanceSampler(50, 1.0, headroom=3.0)
+    assert all(own["last_norms"].isinf().all() for own in state["shards"].values())
+    other = ImportanceSampler(Shards.whole(50), 1.0, headroom=3.0)
     other.load_state_dict(state)
     walked(other, 0, 10)
-    assert state["last_norms"].isinf().all()
+    assert all(own["last_norms"].isinf().all() for own in state["shards"].values())
     assert state_of(other) == state_of(sampler)
 
 
 def test_the_order_within_classes_is_part_of_the_state() -> None:
-    sampler = ImportanceSampler(200, 1.0, headroom=3.0)
+    sampler = ImportanceSampler(Shards.whole(200), 1.0, headroom=3.0)
     walked(sampler, 0, 40)
-    state, forgetful = sampler.state_dict(), ImportanceSampler(200, 1.0, headroom=3.0)
-    forgetful.observe(torch.arange(200), state["last_norms"])
+    forgetful = ImportanceSampler(Shards.whole(200), 1.0, headroom=3.0)
+    forgetful.observe(torch.arange(200), sampler.last_norms)
     assert walked(forgetful, 40, 60) != walked(sampler, 40, 60)
 
 
 def test_the_order_of_what_is_observed_does_not_matter() -> None:
-    one, other = (ImportanceSampler(50, 1.0, headroom=3.0) for _ in range(2))
+    one, other = (ImportanceSampler(Shards.whole(50), 1.0, headroom=3.0) for _ in range(2))
     records = torch.arange(0, 50, 3)
     one.observe(records, growing_norms(records, 0))
     other.observe(records.flip(0), growing_norms(records, 0).flip(0))
@@ -291,18 +295,21 @@ def test_the_order_of_what_is_observed_does_not_matter() -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
-    sampler = ImportanceSampler(10, 1.0, headroom=3.0)
-    sampler.observe(torch.arange(5), torch.full((5,), 0.2))
-    before = state_of(sampler)
+    sampler = ImportanceSampler(Shards.whole(20, 2), 1.0, headroom=3.0)
+    sampler.observe(torch.arange(10, 15), torch.full((5,), 0.2))
+    before, state = state_of(sampler), sampler.state_dict()
+    of_sampler = state | {name: value for name, value in damage.items() if name in state}
+    of_shard = {name: value for name, value in damage.items() if name not in state}
+    shards = state["shards"] | {1: state["shards"][1] | of_shard}
     with pytest.raises(InputError):
-        sampler.load_state_dict(sampler.state_dict() | damage)
+        sampler.load_state_dict(of_sampler | {"shards": shards})
     assert state_of(sampler) == before
 
 
 def test_a_uniform_sampler_is_restored_too() -> None:
-    sampler = UniformSampler(10, 1.0)
+    sampler = UniformSampler(Shards.whole(10), 1.0)
     sampler.set_clip_norm(0.5)
-    restored = UniformSampler(10, 1.0)
+    restored = UniformSampler(Shards.whole(10), 1.0)
     restored.load_state_dict(sampler.state_dict())
     assert restored.clip_norm == 0.5
 
@@ -311,11 +318,12 @@ def test_a_uniform_sampler_is_restored_too() -> None:
 
 
 def test_cost_and_memory_go_with_the_candidates() -> None:
-    population, sampler = 1_000_000, ImportanceSampler(1_000_000, 1.0, headroom=2.0)
+    population, sampler = 1_000_000, ImportanceSampler(Shards.whole(1_000_000), 1.0, headroom=2.0)
     everybody = torch.arange(population)
     sampler.observe(everybody, growing_norms(everybody, 0))
-    stream = KEY.stream("coins", 0)
-    draw = sampler.draw(1000 / population, stream)
+    coins = KEY.coins("draw", 0)
+    draw = sampler.draw(1000 / population, coins)
     assert 100 < len(draw) < 1000
-    assert stream._read / 8 < 6 * len(draw), "randomness was read for others than the candidates"
+    groups, read = sampler._classes.sizes.size, coins._positions.sum()
+    assert read < 3 * (len(draw) + groups), "randomness was read for others than the candidates"
     assert sampler.nbytes < 12.01 * population

@@ -14,9 +14,9 @@ from tests.dropin.loops import private
 
 from .toys import fit, mlp
 
-OURS = {"accept", "coins", "fingerprint-key", "model", "normals:noise"}
-ADAPTIVE = {"model-all", "normals:release:clip-sum", "normals:release:norm-sum"}
-DROP_IN = {"chance:items", "chance:model:#", "coins", "normals:noise"}
+OURS = {"coins:accept", "coins:draw", "fingerprint-key", "model:#", "normals:noise"}
+ADAPTIVE = {"model-all:#", "normals:release:clip-sum", "normals:release:norm-sum"}
+DROP_IN = {"chance:items:#", "chance:model:#:#", "coins:draw", "normals:noise"}
 
 
 def purposes(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> set[str]:

@@ -76,6 +76,11 @@ class Header:
     """Rule 19: whether the rounding of a norm can depend on other records."""
     unit: Unit = Unit.RECORD
     """Who is protected; n_public counts these."""
+    shards: int = 1
+    """How many parts the records were in, each with coins of its own. A ledger that does not say it has one.
+
+    No claim depends on it. Whoever repeats the draws, by the same key on another number of processes, needs it.
+    """
 
     def __post_init__(self) -> None:
         adaptive = self.mode is Mode.ADAPTIVE
@@ -85,6 +90,8 @@ class Header:
             raise InputError("a predeclared run's header needs the planned events, and no filter")
         if not 1 <= self.n_public <= MOST_RECORDS:
             raise InputError(f"n_public must lie in 1..{MOST_RECORDS:,}, found {self.n_public}")
+        if self.shards < 1 or self.shards & (self.shards - 1):
+            raise InputError(f"shards must be a power of two, found {self.shards}")
         if self.n_public_source is CountSource.RELEASED and not adaptive:
             raise InputError(
                 "a plan that rests on a released count of records is not predeclared: use the method dpis-adaptive"

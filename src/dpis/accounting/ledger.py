@@ -82,7 +82,8 @@ class Ledger:
 
 
 def header_body(header: Header) -> dict[str, Any]:
-    """The header as a JSON object."""
+    """The header as a JSON object. One shard goes without saying: so ledgers from before there were several read on."""
+    shards = {} if header.shards == 1 else {"shards": header.shards}
     return {
         "type": "header",
         "format": FORMAT,
@@ -101,6 +102,7 @@ def header_body(header: Header) -> dict[str, Any]:
         "diagnostics": header.diagnostics,
         "norms": header.norms.value,
         "unit": header.unit.value,
+        **shards,
     }
 
 
@@ -137,6 +139,7 @@ def _header_of(body: Mapping[str, Any]) -> Header:
         diagnostics=bool(body["diagnostics"]),
         norms=Norms(body["norms"]),
         unit=Unit(body["unit"]),
+        shards=int(body.get("shards", 1)),
     )
 
 

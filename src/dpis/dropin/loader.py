@@ -122,7 +122,7 @@ class _Draws(Sampler[list[int]]):
 
 
 def batch_of(loader: DataLoader[Any]) -> int:
-    """How many records a step expects, over all processes: with a `DistributedSampler` each process has its own share."""
+    """How many records a step expects over all processes; a `DistributedSampler` gives each process its share."""
     assert loader.batch_size is not None
     replicas = getattr(loader.sampler, "num_replicas", 1)
     return loader.batch_size * int(replicas)

@@ -6,11 +6,15 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,12 +27,11 @@ from dpis.group import Alone, Group
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
-from dpis.mechanism.noisy_update import Noise, noisy_update
+from dpis.mechanism.noisy_update import Noise, noisy_statistic, noisy_update
 from dpis.mechanism.run_plan import RunPlan, bounded_count
-from dpis.noise import add_noise
 from dpis.options import Contribution, NormSum
 from dpis.randomness import Key, Stream
-from dpis.sampling import Draw, ImportanceSampler, Sampler, UniformSampler
+from dpis.sampling import Draw, ImportanceSampler, Sampler, Shards, UniformSampler
 
 APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
@@ -86,15 +89,16 @@ class Mechanism:
             deque()
         )  # a draw keeps the terms it was made under
         self._noise_multiplier: float | None = None  # set by hand
+        shards = Shards.of_rank(population, config.shards, self.group.rank, self.group.size)
         self.sampler: Sampler = (
             ImportanceSampler(
-                population,
+                shards,
                 config.clip_norm,
                 headroom=config.headroom,
                 floor=config.floor * config.clip_norm,
             )
             if config.method.by_importance
-            else UniformSampler(population, config.clip_norm)
+            else UniformSampler(shards, config.clip_norm)
         )
 
     # ── noisy statistics beside the gradients ────────────────────────────────────────────────────────
@@ -131,10 +135,7 @@ class Mechanism:
         self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
         normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
-        own = value.detach().to(torch.float64, copy=True)
-        noisy = add_noise({label: own}, std, normals)[label]
-        self.group.share(noisy)  # processors may round logarithms differently
-        return noisy
+        return noisy_statistic(label, value, Noise(std, normals), self.group)
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,11 +225,6 @@ class Mechanism:
         self.steps_left = 0
 
     @property
-    def waiting_draws(self) -> tuple[Draw, ...]:
-        """Draws that were made and not released, oldest first: they are delivered again until they are (rule 26)."""
-        return tuple(draw for draw, _ in self._outstanding)
-
-    @property
     def place(self) -> int:
         """Where the run stands: the same on every rank that takes the same steps of the same epochs."""
         return (self.epoch << 32) + self.step
@@ -282,7 +278,8 @@ class Mechanism:
     def _release_sum_of_norms(self, occasion: Occasion, bound: float, cadence: Cadence) -> float:
         """``Σ min(norm_i, bound)`` with noise; a record that was never seen counts the clip norm (rule 8)."""
         assert isinstance(self.sampler, ImportanceSampler)
-        total = self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm)
+        own = self.sampler.sum_of_last_norms(bound, unseen=self.clip_norm)
+        total = math.fsum(chain.from_iterable(self.group.gathered(list(own))))
         value = torch.tensor([total], dtype=torch.float64)
         multiplier = self.plan.privacy.release(NORM_SUM, cadence).noise_multiplier
         return float(self._released(NORM_SUM, value, bound, multiplier, occasion))
@@ -296,7 +293,7 @@ class Mechanism:
         return self.draw_ahead()
 
     def draw_of(self, step: int) -> Draw:
-        """The candidates of a step that is to come: drawn already, or now."""
+        """The candidates of a step that is to come: drawn now, or those that were drawn and not released (rule 26)."""
         while len(self._outstanding) <= step - self.step:
             self.draw_ahead()
         return self._outstanding[step - self.step][0]
@@ -307,7 +304,7 @@ class Mechanism:
             raise BudgetExceededError(
                 "no step is accounted for here: begin the next epoch first. Nothing was released"
             )
-        coins = self._key.stream("coins", self._draws)
+        coins = self._key.coins("draw", self._draws)
         self._draws += 1
         draw = self.sampler.draw(self.terms.sampling_rate, coins)
         self._outstanding.append((draw, self.terms))
@@ -323,8 +320,14 @@ class Mechanism:
         self._require_oldest(draw)
         coins = None
         if self.plan.config.contribution is Contribution.REJECT:
-            coins = torch.as_tensor(self._key.stream("accept", self.step).uniforms(len(draw)))
+            coins = torch.from_numpy(self._acceptance_coins(draw))
         return GradientSum(draw, parameters, coins)
+
+    def _acceptance_coins(self, draw: Draw) -> npt.NDArray[np.float64]:
+        """By shard, and within a shard in the order of its drawn records: whoever has the shard tosses the same."""
+        shards = self.sampler.shards
+        coins = self._key.coins("accept", self.step)
+        return coins.take(shards.numbers, shards.counts(draw.indices.numpy()))
 
     def add(self, total: GradientSum, tape: Tape) -> None:
         """Norms, weights, weighted sum: the next records of the draw, by their per-example gradients."""

@@ -83,6 +83,14 @@ def noisy_update(
     return update
 
 
+def noisy_statistic(label: str, value: Tensor, noise: Noise, group: Group) -> Tensor:
+    """A value that all ranks hold, with noise, in float64: that of rank 0, since processors may round otherwise."""
+    own = value.detach().to(torch.float64, copy=True)
+    noisy = add_noise({label: own}, noise.std, noise.normals)[label]
+    group.share(noisy)
+    return noisy
+
+
 def _room_for(parameter: Tensor, found: Tensor) -> Tensor:
     """The memory of the sum, which is read before it is written, if it has the type of the result."""
     kind = precision_of(parameter)

@@ -88,6 +88,7 @@ class RunPlan:
             diagnostics=diagnostics,
             norms=Norms.BATCH_SHAPED if norms_batch_shaped else Norms.FIXED_SHAPE,
             unit=Unit.USER if user_level else Unit.RECORD,
+            shards=self.config.shards,
         )
 
 

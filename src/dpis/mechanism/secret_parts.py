@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from dpis.accounting.ledger_writer import sync_folder
 from dpis.errors import InputError
@@ -42,7 +44,7 @@ def save_parts(folder: Path, own: Mapping[str, Tensor], group: Group) -> dict[st
                 f"the folder of a run must be on storage that all processes share: rank {group.rank} does not see "
                 f"{folder}. Give an --out that every machine sees under the same path"
             )
-        dcp.save(dict(own), storage_writer=dcp.FileSystemWriter(folder))
+        save(dict(own), storage_writer=FileSystemWriter(folder))
     with group.together():
         written = folder.iterdir() if group.leads else ()
         sums = {path.name: _sha256(path) for path in written}
@@ -68,9 +70,11 @@ class Parts(Mapping[str, Tensor]):
             path = folder / name
             if not path.is_file() or _sha256(path) != checksum:
                 raise DamagedCheckpointError(path)
-        self._reader = dcp.FileSystemReader(folder)
+        self._reader = FileSystemReader(folder)
         stored = self._reader.read_metadata().state_dict_metadata
-        self._stored = {k: one for k, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+        self._stored = {
+            k: one for k, one in stored.items() if isinstance(one, TensorStorageMetadata)
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         return self.several([name])[name]
@@ -81,7 +85,7 @@ class Parts(Mapping[str, Tensor]):
         room = {n: torch.empty(one.size, dtype=one.properties.dtype) for n, one in kinds.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*single process")  # which is what is meant
-            dcp.load(room, storage_reader=self._reader, no_dist=True)
+            load(room, storage_reader=self._reader, no_dist=True)
         return room
 
     def __iter__(self) -> Iterator[str]:

@@ -7,6 +7,7 @@ exceeds ``C``; so ``q_i <= π``, which is all that privacy asks of it. `UniformS
 
 from dpis.sampling.draw import Draw, Sampler
 from dpis.sampling.importance import ImportanceSampler
+from dpis.sampling.shards import Shards
 from dpis.sampling.uniform import UniformSampler
 
-__all__ = ["Draw", "ImportanceSampler", "Sampler", "UniformSampler"]
+__all__ = ["Draw", "ImportanceSampler", "Sampler", "Shards", "UniformSampler"]

@@ -6,48 +6,67 @@ import numpy as np
 import numpy.typing as npt
 
 from dpis.errors import InputError
-from dpis.randomness import Stream
+from dpis.randomness import Coins
 
 Integers = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
 
-def heads(sizes: Integers, probabilities: Reals, stream: Stream) -> tuple[Integers, Integers]:
+def heads(
+    sizes: Integers, probabilities: Reals, coins: Coins, shards: Integers
+) -> tuple[Integers, Integers, Reals]:
     """Toss one coin for every slot of every group, and say which fell heads.
 
-    The groups lie one after another: ``sizes[0]`` slots whose coins show heads with ``probabilities[0]``,
-    then those of the next group. The number of tails before a head is geometric, and coins have no
-    memory, so ``floor(ln u / ln(1 - p))`` slots are skipped at once for a uniform ``u``. Skips are whole
+    Slots lie shard by shard, and within a shard class by class: ``sizes[0, 0]`` of them show heads with
+    ``probabilities[0]``, then those of the next class. The number of tails before a head is geometric, and coins have
+    no memory, so ``floor(ln u / ln(1 - p))`` slots are skipped at once for a uniform ``u``. Skips are whole
     numbers, so the only error is that of ``u`` and its logarithm. A probability of one skips nothing.
 
+    All shards are tossed for at once, each with its own numbers: what falls in a shard depends on no other.
+
+    Args:
+        sizes: how many slots there are, by own shard and class.
+        probabilities: of heads, by class.
+        coins: of this step.
+        shards: what the own shards are called.
+
     Returns:
-        The slots that fell heads, ascending within every group, and the group of each.
+        The slots that fell heads, ascending within every group; the class of each; and for each a uniform number that
+        was not looked at.
     """
     if not np.all((probabilities >= 0) & (probabilities <= 1)):
         raise InputError(f"probabilities must lie in [0, 1], found {probabilities}")
     with np.errstate(divide="ignore"):
         log_tails = np.log1p(-probabilities)
-    starts = np.cumsum(sizes) - sizes
-    tossed = np.zeros_like(sizes)
-    open_groups = np.flatnonzero((sizes > 0) & (probabilities > 0))
-    slots = [np.zeros(0, dtype=np.int64)]
-    groups = [np.zeros(0, dtype=np.int64)]
-    while len(open_groups):
-        left = sizes[open_groups] - tossed[open_groups]
-        expected = left * probabilities[open_groups]
+    ends = sizes.ravel().cumsum()
+    groups = (sizes * probabilities > 0).ravel().nonzero()[0]
+    owners, labels = np.divmod(groups, len(probabilities))
+    left, ends = sizes.ravel()[groups], ends[groups]
+    found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))]
+    while len(left):
+        expected = left * probabilities[labels]
         # Enough to pass the end of a group in most cases; what is short goes on in the next round.
-        draws = np.minimum(left, (expected + 4 * np.sqrt(expected) + 4).astype(np.int64))
-        owners = np.repeat(open_groups, draws)
+        draws = np.minimum(left, (expected + 4 * np.sqrt(expected) + 2).astype(np.int64))
+        counts = np.bincount(owners, draws, len(shards)).astype(np.int64)
+        uniforms = coins.pairs(shards, counts)
+        group = np.arange(len(left)).repeat(draws)
+        room = left[group]
         with np.errstate(over="ignore"):
-            tails = np.log(stream.uniforms(len(owners))) / log_tails[owners]
-        steps = np.minimum(tails, sizes[owners]).astype(np.int64) + 1
-        ends = np.cumsum(steps)
-        last = np.cumsum(draws) - 1
-        before = ends[last - draws + 1] - steps[last - draws + 1]
-        ends += np.repeat(tossed[open_groups] - before, draws)
-        inside = ends <= sizes[owners]
-        slots.append((starts[owners] + ends - 1)[inside])
-        groups.append(owners[inside])
-        tossed[open_groups] = ends[last]
-        open_groups = open_groups[ends[last] < sizes[open_groups]]
-    return np.concatenate(slots), np.concatenate(groups)
+            tails = np.log(uniforms[:, 0]) / log_tails[labels][group]
+        steps = np.minimum(tails, room).astype(np.int64) + 1
+        passed = steps.cumsum()
+        after = passed[draws.cumsum() - 1]
+        before = np.zeros_like(after)
+        before[1:] = after[:-1]
+        passed -= before[group]
+        inside = (passed <= room).nonzero()[0]
+        group = group[inside]
+        slots = (ends - left - 1)[group] + passed[inside]
+        found.append((slots, labels[group], uniforms[inside, 1]))
+        left = left - (after - before)
+        short = (left > 0).nonzero()[0]
+        left, ends, owners, labels = left[short], ends[short], owners[short], labels[short]
+    if len(found) == 2:
+        return found[1]
+    slots, classes, uniforms = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return slots, classes, uniforms

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from dpis.errors import InputError
-from dpis.randomness import Stream
+from dpis.randomness import Coins
+from dpis.sampling.shards import Shards
 
-MOST_RECORDS = (1 << 31) - 1
 LEAST_CLIP_NORM, MOST_CLIP_NORM = 1e-30, 1e30
 """What norms in float32 can be compared with."""
 
@@ -21,7 +23,7 @@ class Draw:
     """The candidates of one step. Private: who was drawn, and how many, must not be released.
 
     Attributes:
-        indices: int64, ascending, each record at most once.
+        indices: int64, ascending, each record at most once; counted over the records of all processes.
         importance: ``g_hat_i`` of those records when they were drawn, float64, in ``(0, C]``.
     """
 
@@ -33,11 +35,19 @@ class Draw:
 
 
 class Sampler(Protocol):
-    """Draws records by independent coins with ``q_i = rate · g_hat_i / clip_norm <= rate``."""
+    """Draws records of the own shards by independent coins with ``q_i = rate · g_hat_i / clip_norm <= rate``.
+
+    Records have the same numbers in every process. A sampler draws, and holds state for, those of its own shards alone.
+    """
+
+    @property
+    def shards(self) -> Shards:
+        """Its own."""
+        ...
 
     @property
     def population(self) -> int:
-        """How many records there are. Private."""
+        """How many records all processes have together; ``shards.records`` are its own. Private."""
         ...
 
     @property
@@ -45,12 +55,12 @@ class Sampler(Protocol):
         """``C``, which no importance exceeds."""
         ...
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
-        """The candidates of one step: a function of the state and the stream alone.
+    def draw(self, rate: float, coins: Coins) -> Draw:
+        """The own candidates of one step: a function of state and coins alone, shard by shard.
 
         Args:
             rate: ``π`` in (0, 1].
-            stream: the coins of this step, and of no other step.
+            coins: of this step, and of no other step.
         """
         ...
 
@@ -58,7 +68,7 @@ class Sampler(Protocol):
         """Learn the raw gradient norms of some records, each named once.
 
         Args:
-            indices: records, in any order.
+            indices: own records, in any order.
             norms: their norms before clipping. One that is not finite makes its record unseen.
         """
         ...
@@ -67,8 +77,10 @@ class Sampler(Protocol):
         """Change ``C`` and ``g_L``. Takes time for every record: once an epoch, not every step."""
         ...
 
-    def sum_of_last_norms(self, bound: float, unseen: float | None = None) -> float:
-        """``Σ_i min(bound, last_norm_i)``, to which no record adds more than ``bound``. Private."""
+    def sum_of_last_norms(
+        self, bound: float, unseen: float | None = None
+    ) -> npt.NDArray[np.float64]:
+        """``Σ_i min(bound, last_norm_i)`` of each own shard, to which no record adds more than ``bound``. Private."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,17 +88,12 @@ class Sampler(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken: the same streams give the same draws."""
+        """Continue where `state_dict` was taken: the same coins give the same draws.
+
+        Args:
+            state: holds the own shards, and perhaps others: those of several processes can be put together.
+        """
         ...
-
-
-def checked_population(population: int) -> int:
-    """A number of records that fits the tables."""
-    if isinstance(population, bool) or not isinstance(population, int):
-        raise InputError(f"population must be a whole number, found {population!r}")
-    if not 0 <= population <= MOST_RECORDS:
-        raise InputError(f"population must lie in [0, 2**31 - 1], found {population}")
-    return population
 
 
 def checked_rate(rate: float) -> float:

@@ -6,47 +6,57 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dpis.errors import InputError
-from dpis.randomness import Stream
-from dpis.sampling import coins
-from dpis.sampling.draw import Draw, checked_clip_norm, checked_population, checked_rate
+from dpis.randomness import Coins
+from dpis.sampling.coins import heads
+from dpis.sampling.draw import Draw, checked_clip_norm, checked_rate
+from dpis.sampling.shards import Shards
 
 
 class UniformSampler:
     """Every record with probability ``rate``, as importance sampling with ``g_hat = C`` (headroom inf).
 
     Args:
-        population: how many records there are.
+        shards: the own ones: which records can be drawn.
         clip_norm: ``C``, the importance of everyone.
 
     Example:
         >>> from dpis.randomness import Key
-        >>> draw = UniformSampler(1000, clip_norm=0.5).draw(1.0, Key.fresh().stream("coins", step=0))
+        >>> sampler = UniformSampler(Shards.whole(1000), clip_norm=0.5)
+        >>> draw = sampler.draw(1.0, Key.fresh().coins("draw", step=0))
         >>> len(draw), draw.importance[0].item()
         (1000, 0.5)
     """
 
-    def __init__(self, population: int, clip_norm: float) -> None:
-        self._population = checked_population(population)
+    def __init__(self, shards: Shards, clip_norm: float) -> None:
+        self._shards = shards
         self._clip_norm = checked_clip_norm(clip_norm)
 
     @property
+    def shards(self) -> Shards:
+        """Its own."""
+        return self._shards
+
+    @property
     def population(self) -> int:
-        """How many records there are. Private."""
-        return self._population
+        """How many records all processes have together. Private."""
+        return self._shards.population
 
     @property
     def clip_norm(self) -> float:
         """``C``."""
         return self._clip_norm
 
-    def draw(self, rate: float, stream: Stream) -> Draw:
-        """The candidates of one step, each with probability ``rate``."""
-        sizes = np.array([self._population], dtype=np.int64)
-        records, _ = coins.heads(sizes, np.array([checked_rate(rate)]), stream)
+    def draw(self, rate: float, coins: Coins) -> Draw:
+        """The own candidates of one step, each with probability ``rate``."""
+        own = self._shards
+        chances = np.array([checked_rate(rate)])
+        slots, _, _ = heads(own.sizes[:, None], chances, coins, own.numbers)
+        records = np.sort(slots) + own.records.start
         importance = torch.full((len(records),), self._clip_norm, dtype=torch.float64)
         return Draw(torch.from_numpy(records), importance)
 
@@ -57,7 +67,9 @@ class UniformSampler:
         """Change ``C``. There is no floor here."""
         self._clip_norm = checked_clip_norm(clip_norm)
 
-    def sum_of_last_norms(self, bound: float, unseen: float | None = None) -> float:
+    def sum_of_last_norms(
+        self, bound: float, unseen: float | None = None
+    ) -> npt.NDArray[np.float64]:
         """Refused: no norms are kept here."""
         raise InputError(
             "uniform sampling keeps no norms, so there is no sum of them to release; "

@@ -155,8 +155,15 @@ class Records:
             batch = self._augmented(batch, lambda p=place: key.stream(f"augment:{p}", step))  # type: ignore[misc]
             yield Rows(batch, self._repeated_presence(present), self._taken_pairs())
 
-    def all(self, own: range, key: Key, epoch: int) -> Iterator[Rows]:
-        """All of these records, some at a time, without augmentation: each row ``augmentations`` times."""
+    def all(self, key: Key, epoch: int, own: range | None = None) -> Iterator[Rows]:
+        """Every record, some at a time, without augmentation: each row ``augmentations`` times.
+
+        Args:
+            key: the run's secret.
+            epoch: the number of the pass.
+            own: only these records.
+        """
+        own = range(len(self)) if own is None else own
         at_once = max(1, ROWS_AT_ONCE // self.rows_per_record)
         for start in range(own.start, own.stop, at_once):
             some = np.arange(start, min(start + at_once, own.stop), dtype=np.int64)

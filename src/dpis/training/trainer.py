@@ -71,9 +71,7 @@ class Trainer:
     ) -> None:
         self.run, self.task = run, task
         self._mechanism, self._group = run.mechanism, run.group
-        self._reporter: Reporter = (
-            Silent() if reporter is None or not run.group.leads else reporter
-        )
+        self._reporter: Reporter = Silent() if reporter is None or not run.group.leads else reporter
         self._keep_checkpoint = keep_checkpoint
         self._progress = _Progress()
         self._device = task.records.device
@@ -220,7 +218,7 @@ class Trainer:
         self._to_training_mode()
         chance = seeded_torch(key.stream(f"model-all:{rank}", epoch))
         with self._group.together(), chance, unwritten(self.task.model):
-            for rows in records.all(own, key, epoch):
+            for rows in records.all(key, epoch, own):
                 self._refuse_seen_padding(rows)
                 tapes = self._gradients.tapes(rows.batch, rows.present)
                 norms += [tape.norms().cpu() for tape in tapes]

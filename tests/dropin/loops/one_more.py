@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from dpis.mechanism import mechanism as mechanism_module
+from dpis.mechanism import noisy_update
 
 from . import Loop, private
 
@@ -25,14 +25,14 @@ def summed(
     step: Step, model: Callable[[], nn.Module], dataset: Dataset[Any], **options: Any
 ) -> Tensor:
     """What the first step adds up, before its noise."""
-    seen, real = list[Tensor](), mechanism_module.add_noise
+    seen, real = list[Tensor](), noisy_update.add_noise
 
     def add_noise(values: dict[str, Tensor], *given: Any) -> dict[str, Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return real(values, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mechanism_module, "add_noise", add_noise)
+        patch.setattr(noisy_update, "add_noise", add_noise)
         everybody = {"method": "dp-sgd", "n_public": MOST, "loader": {"batch_size": MOST}}
         loop: Loop = private(model(), dataset, **{**everybody, **options})
         for batch in loop.loader:
