@@ -323,7 +323,7 @@ def test_options_of_training_arrive_in_python(monkeypatch: pytest.MonkeyPatch) -
     assert task.average.decay == 0.9
     assert task.held_out.metrics == said["metrics"]
     assert keep[1:] == [reporter, True]
-    _, _, config, _, _, diagnostics = opened[0]
+    _, _, config, _, _, diagnostics, _ = opened[0]
     assert (config.epochs, config.batch_size, diagnostics) == (EPOCHS, BATCH, True)
 
 

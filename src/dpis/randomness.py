@@ -234,6 +234,7 @@ class Coins:
     def __init__(self, key: bytes) -> None:
         self._cipher = _block_cipher(key)
         self._positions = np.zeros(0, dtype=np.int64)  # the next one of every shard
+        self._read = 0
 
     def take(
         self, shards: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
@@ -258,6 +259,9 @@ class Coins:
             raise InputError("how many must be a whole number >= 0 for every shard")
         ends = counts.cumsum()
         total = int(ends[-1]) if len(ends) else 0
+        self._read += 16 * total
+        if self._read > MOST_BYTES:
+            raise InputError(f"coins take at most {MOST_BYTES} bytes; take another purpose")
         blocks = np.empty((total, 2), dtype="<u8")
         blocks[:, 0] = shards.repeat(counts)
         blocks[:, 1] = (self._forward(shards, counts) - ends).repeat(counts) + np.arange(total)
@@ -274,10 +278,9 @@ class Coins:
         if len(shards) and shards[-1] >= len(self._positions):
             known, self._positions = self._positions, np.zeros(int(shards[-1]) + 1, dtype=np.int64)
             self._positions[: len(known)] = known
-        self._positions[shards] += counts
-        if 16 * int(self._positions.sum()) > MOST_BYTES:
-            raise InputError(f"coins take at most {MOST_BYTES} bytes; take another purpose")
-        return self._positions[shards]
+        positions = self._positions[shards] + counts
+        self._positions[shards] = positions
+        return positions
 
 
 class Normals:

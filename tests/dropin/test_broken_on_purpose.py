@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dpis.accounting import CountSource
-from dpis.dropin import privacy_engine, private_run, request
+from dpis.dropin import privacy_engine, request
 from dpis.dropin.session import Session
 from dpis.dropin.trainer_settings import TrainerSettings
 from dpis.errors import DpisError, InputError
@@ -114,7 +114,6 @@ def forgets(*names: str) -> Callable[..., Any]:
 
 MAKE = TrainerSettings.make_private
 GIVEN = SimpleNamespace(DATASET_LENGTH=CountSource.GIVEN, GIVEN=CountSource.GIVEN)
-SEEDED = SimpleNamespace(fresh=lambda: Key.from_seed(0), from_seed=lambda seed: Key.from_seed(seed))
 
 
 # ── and who notices ──────────────────────────────────────────────────────────────────────────────────
@@ -147,7 +146,7 @@ PLANTS = [
           loops.law_parts_of_a_batch_add_up),
     Plant("an optimizer with a parameter of another model", privacy_engine, "checked_optimizer",
           asks_only_what_is_missing, loops.law_an_optimizer_steps_what_is_protected_and_nothing_else),
-    Plant("18 a key that can be guessed, where none was asked for", private_run, "Key", SEEDED,
+    Plant("18 a key that can be guessed, where none was asked for", Key, "fresh", lambda: Key.from_seed(0),
           loops.law_noise_without_a_seed_is_the_operating_systems),
     Plant("5 a count from the data passes for one that was given", config, "CountSource", GIVEN,
           loops.law_a_count_from_the_data_is_public),

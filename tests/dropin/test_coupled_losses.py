@@ -377,7 +377,7 @@ def test_outputs_of_shape_rows_take_the_same_steps(loss: Loss, records: int):
         batch = {"batch_size": 8 if records == 40 else 1}
         loop = private(Scores(squeezed), data(records), loader=batch, n_public=records)
         sizes = set()
-        for _ in range(2):
+        for _ in range(4):  # of 24 steps on six records none is empty with probability 6e-5
             for inputs, targets in loop.loader:
                 loop.optimizer.zero_grad()
                 scores = loop.model(inputs)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from dpis.errors import BudgetExceededError
 from dpis.mechanism import EventCounter, noisy_update
-from dpis.randomness import Key, Stream
+from dpis.randomness import Key
 
 from .loops import RECORDS, Loop, data, mlp, private
 
@@ -63,15 +63,15 @@ def test_a_refused_event_releases_nothing(sums: list[Tensor]):
 
 def coins_and_noise(loop: Loop, epochs: Sequence[int | None]) -> list[tuple[str, int]]:
     """Which streams were opened while epochs of so many steps were trained; masks may be made again."""
-    opened, real = list[tuple[str, int]](), Key.stream
+    opened, real = list[tuple[str, int]](), Key._derived
 
-    def stream(key: Key, purpose: str, step: int) -> Stream:
+    def derived(key: Key, purpose: str, step: int) -> bytes:
         if not purpose.startswith("chance:"):
             opened.append((purpose, step))
         return real(key, purpose, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Key, "stream", stream)
+        patch.setattr(Key, "_derived", derived)
         for steps in epochs:
             loop.train(steps=steps)
     return opened

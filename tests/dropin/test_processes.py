@@ -49,10 +49,10 @@ def test_an_environment_of_several_processes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"found 2.*Nothing was released"):
+    with pytest.raises(InputError, match=r"not connected.*Nothing was released"):
         private()
     folder = tmp_path / "run"
-    with pytest.raises(InputError, match="without torchrun"):
+    with pytest.raises(InputError, match="init_process_group"):
         dpis.train(
             nn.Linear(4, 3).double(), data(), nn.CrossEntropyLoss(), n_public=40, batch_size=8,
             delta=1e-3, epochs=1, out=folder,

@@ -45,9 +45,9 @@ def test_leaving_the_loop_brings_no_other_draw(plan: dict[str, Any]) -> None:
 
 
 def test_with_fresh_coins_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = Mechanism.begin_epoch
+    drawn = Mechanism.draw_of
     monkeypatch.setattr(
-        Mechanism, "begin_epoch", lambda self: (self._outstanding.clear(), begun(self))[1]
+        Mechanism, "draw_of", lambda self, step: (self._outstanding.clear(), drawn(self, step))[1]
     )
     assert steps_with_the_wanted(private(**RARE), steps=3, looks=2000) == 3
 

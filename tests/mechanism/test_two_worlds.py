@@ -75,7 +75,7 @@ def hardly_any_noise(self, label, value, sensitivity, multiplier, occasion):
 
 PLANTS = {
     "noise x 2/3": (Scenario(SURE, 2000), noisy_update, "add_noise", too_little),
-    "sticky coins": (Scenario(RARE, 300), ImportanceSampler, "draw", union_over_the_epoch),
+    "sticky coins": (Scenario(RARE, 900), ImportanceSampler, "draw", union_over_the_epoch),
     "a missing clip": (
         Scenario(SURE, 150, canary_norm=50.0), module, "contribution_weights", unclipped),
     "a missing clip, grown": (
@@ -84,7 +84,7 @@ PLANTS = {
         Scenario(SURE, 150, 50.0, engine=engine(2)), module, "contribution_weights", unclipped),
     "uncharged K'": (Scenario(ADAPTIVE, 150), Mechanism, "_released", hardly_any_noise),
     "uncharged K', stale": (Scenario(STALE, 150), Mechanism, "_released", hardly_any_noise),
-    "uncharged K*": (Scenario(CLIPPING, 150), Mechanism, "_released", hardly_any_noise),
+    "uncharged K*": (Scenario(CLIPPING, 600), Mechanism, "_released", hardly_any_noise),
 }  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def swap_one_after_the_other(
     self: RecordClasses,
     records: np.ndarray,
     places: np.ndarray,
-    inside: np.ndarray,
+    outside: np.ndarray,
     shards: np.ndarray,
     starts: np.ndarray,
     counts: np.ndarray,

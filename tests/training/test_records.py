@@ -129,7 +129,7 @@ def test_augmentations_are_averaged_within_a_record(
         [[i] for i in range(16)] if users is None else [[0, 1], *([i, i] for i in range(2, 16))]
     )
     repeated = _some(data, [i for own in places for i in own for _ in range(K)])
-    chance = torch_generator(Key.from_seed(7).stream("augment:0", 0), torch.device("cpu"))
+    chance = torch_generator(Key.from_seed(7).stream("augment:0:0", 0), torch.device("cpu"))
     changed = TensorDataset(*shaken(repeated.tensors, chance))
     real = [K * len(set(own)) for own in places]  # what only fills up does not count
     own_rows = [list(range(i * rows * K, i * rows * K + n)) for i, n in enumerate(real)]

@@ -130,14 +130,14 @@ class RecordClasses:
         counts, bounds = self._counts(shards), self.bounds[boundary :: self.classes]
         places = self._positions[records]
         bounds -= counts
-        self._gather(records, places, places >= bounds[shards], shards, bounds, counts)
+        self._gather(records, places, places < bounds[shards], shards, bounds, counts)
 
     def _lower(self, records: Integers, shards: Integers, boundary: int) -> None:
         """Out of this class into the one below; they become its first ones first."""
         counts, bounds = self._counts(shards), self.bounds[boundary :: self.classes]
         places, starts = self._positions[records], bounds.copy()
         bounds += counts
-        self._gather(records, places, places < bounds[shards], shards, starts, counts)
+        self._gather(records, places, places >= bounds[shards], shards, starts, counts)
 
     def _counts(self, shards: Integers) -> Integers:
         return np.bincount(shards, minlength=len(self._shard_bounds) - 1)
@@ -146,7 +146,7 @@ class RecordClasses:
         self,
         records: Integers,
         places: npt.NDArray[np.int32],
-        inside: npt.NDArray[np.bool_],
+        outside: npt.NDArray[np.bool_],
         shards: Integers,
         starts: Integers,
         counts: Integers,
@@ -156,16 +156,16 @@ class RecordClasses:
         Args:
             records: ascending, of one class in each shard.
             places: where they are.
-            inside: whether that is one of the places to fill.
+            outside: whether that is none of the places to fill.
             shards: whose they are.
             starts: the first place to fill, by shard.
             counts: how many there are to fill, by shard.
         """
         shift = (starts - counts.cumsum() + counts)[shards]
         targets = np.arange(len(records)) + shift
-        taken = np.zeros(len(records), dtype=bool)
-        taken[(places - shift)[inside]] = True
-        free, outside = targets[~taken], ~inside
+        open_ = np.ones(len(records), dtype=bool)
+        open_[(places - shift)[~outside]] = False
+        free = targets[open_]
         self._put(self.order[free], places[outside])
         self._put(records[outside], free)
 

@@ -34,7 +34,7 @@ def heads(
         The slots that fell heads, ascending within every group; the class of each; and for each a uniform number that
         was not looked at.
     """
-    if not np.all((probabilities >= 0) & (probabilities <= 1)):
+    if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise InputError(f"probabilities must lie in [0, 1], found {probabilities}")
     with np.errstate(divide="ignore"):
         log_tails = np.log1p(-probabilities)

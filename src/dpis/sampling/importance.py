@@ -49,7 +49,7 @@ class ImportanceSampler:
         >>> sampler = ImportanceSampler(Shards.whole(3), clip_norm=1.0, headroom=2.0)
         >>> sampler.observe(torch.tensor([0, 1]), torch.tensor([0.25, 7.0]))
         >>> sampler.draw(1.0, Key.from_seed(1).coins("draw", step=0))
-        Draw(indices=tensor([0, 1, 2]), importance=tensor([0.5000, 1.0000, 1.0000], dtype=torch.float64))
+        Draw(indices=tensor([1, 2]), importance=tensor([1., 1.], dtype=torch.float64))
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class ImportanceSampler:
         if (records[1:] <= records[:-1]).any():
             ascending = np.argsort(records)
             records, values = records[ascending], values[ascending]
-        if (records[1:] == records[:-1]).any():
-            raise InputError("a record was given two norms at once; nothing was stored")
+            if (records[1:] == records[:-1]).any():
+                raise InputError("a record was given two norms at once; nothing was stored")
         own = self._shards.records
         if len(records) and not (own.start <= records[0] and records[-1] < own.stop):
             raise InputError(

@@ -92,7 +92,7 @@ class Shards:
         """How many are owned."""
         return self.last - self.first
 
-    @property
+    @cached_property
     def records(self) -> range:
         """Own records."""
         return range(self._begin(self.first), self._begin(self.last))
