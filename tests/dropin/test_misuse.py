@@ -424,7 +424,7 @@ def test_models_that_cannot_be_made_private():
         private(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
     with pytest.raises(InputError, match="evaluation mode"):
         private(mlp().eval())
-    with pytest.raises(InputError, match="DataParallel.*torchrun"):
+    with pytest.raises(InputError, match=r"DataParallel.*torchrun"):
         private(nn.DataParallel(mlp()))
 
 
