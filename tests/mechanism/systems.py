@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dpis import randomness
 from dpis.accounting import Accountant, Entry, Guard
 from dpis.gradients import RecordGradients
+from dpis.group import Group
 from dpis.mechanism import (
     Config,
     Contribution,
@@ -137,8 +138,10 @@ def watching() -> Iterator[list[tuple[str, float]]]:
     seen: list[tuple[str, float]] = []
     real = noisy_update.add_noise
 
-    def add_noise(sums: Mapping[str, Tensor], std: float, normals: Any) -> dict[str, Tensor]:
-        noisy = real(sums, std, normals)
+    def add_noise(
+        sums: Mapping[str, Tensor], std: float, normals: Any, begins: Any = None
+    ) -> dict[str, Tensor]:
+        noisy = real(sums, std, normals, begins)
         seen.extend((name, float(value.flatten()[0])) for name, value in noisy.items())
         return noisy
 
@@ -276,6 +279,7 @@ class Small:
         key: real or rigged.
         journal: where events go.
         gradients: the real engine, unless speed matters.
+        group: this is one of several ranks.
     """
 
     def __init__(
@@ -285,15 +289,17 @@ class Small:
         key: Key | None = None,
         journal: Any = None,
         gradients: Any = None,
+        group: Group | None = None,
     ) -> None:
         self.records = records
         self.journal = Listener() if journal is None else journal
         key = rigged(noise=0.0) if key is None else key
-        self.mechanism = Mechanism(plan_of(config), len(records), key, self.journal)
+        self.mechanism = Mechanism(plan_of(config), len(records), key, self.journal, group=group)
         self.gradients = engine(records.shape[1], records.dtype) if gradients is None else gradients
 
     def begin(self) -> Any:
-        return self.mechanism.begin_epoch(self.records.double().norm(dim=1))
+        own = self.mechanism.own_records
+        return self.mechanism.begin_epoch(self.records.double().norm(dim=1)[own.start : own.stop])
 
     def seen(self, norms: Sequence[float]) -> Small:
         """As if these norms had been seen before; inf is unseen."""
