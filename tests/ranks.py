@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,9 +40,21 @@ def on_ranks(
 
 
 def outcomes_on_ranks(
-    size: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 60.0,
+    kill: tuple[int, float] | None = None,
 ) -> list[tuple[bool, Any]]:
-    """For every rank whether it returned, and what; or the words of its error. One that died says nothing."""
+    """For every rank whether it returned, and what; or the words of its error. One that died says nothing.
+
+    Args:
+        size: how many ranks.
+        function: of a module.
+        args: the same for all.
+        seconds: of a collective.
+        kill: this rank is killed after so many seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, children = [], []
@@ -54,6 +67,9 @@ def outcomes_on_ranks(
             writing.close()
             pipes.append(reading)
             children.append(child)
+        if kill is not None:
+            time.sleep(kill[1])
+            children[kill[0]].kill()
         results = [_received(pipe, seconds * 3) for pipe in pipes]
         for child in children:
             child.join(10)

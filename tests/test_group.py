@@ -110,7 +110,7 @@ def _holds_another(rank: int) -> None:
 
 def test_what_differs_is_refused_on_every_rank() -> None:
     for _, told in outcomes_on_ranks(3, _holds_another):
-        assert "the same model, found another on rank 2 than on rank 0" in told
+        assert "rank 2 has another than rank 0: model" in told
 
 
 def test_one_process_needs_nobody() -> None:

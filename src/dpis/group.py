@@ -123,9 +123,9 @@ class Group(ABC):
         others = [rank for rank, other in enumerate(held) if other != held[0]]
         if others:
             raise InputError(
-                f"every process must hold the same {what}, found another on rank {others[0]} than on rank 0: they "
-                "would train different models under one claim. Start all of them with the same code, arguments and "
-                "data. Nothing more was released"
+                f"every process must have the same, and rank {others[0]} has another than rank 0: {what}. They would "
+                "train different models under one claim. Start all of them with the same code, arguments and data. "
+                "Nothing more was released"
             )
 
 
