@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from dpis.accounting import Accountant
+from dpis.group import current_group
 from dpis.mechanism import Contribution, Mechanism, Method, NormSum, noisy_update
 from dpis.mechanism import mechanism as module
 from dpis.noise import add_noise
 from dpis.sampling import Draw, ImportanceSampler
+from tests.ranks import on_ranks
 
 from .systems import config, engine
 from .test_broken_on_purpose import RELEASED, unclipped
@@ -92,3 +94,37 @@ PLANTS = {
 def test_a_planted_bug_contradicts_the_claim(scenario, target, name, bug, monkeypatch) -> None:
     monkeypatch.setattr(target, name, bug)
     assert lower_bound(scenario) > scenario.config.epsilon
+
+
+# ── over two ranks ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _bound_over_ranks(rank: int, scenario: Scenario, plant: str) -> float:
+    """On a rank of its own, with a bug planted there."""
+    if plant == "noise x 2/3":
+
+        def too_little_of_a_slice(sums, std, normals, begins=None):
+            return add_noise(sums, 2 / 3 * std, normals, begins)
+
+        noisy_update.add_noise = too_little_of_a_slice
+    elif plant == "rank 0 adds no noise":
+
+        def of_rank_1(sums, std, normals, begins=None):
+            return add_noise(sums, std if rank == 1 else 1e-3 * std, normals, begins)
+
+        noisy_update.add_noise = of_rank_1
+    return lower_bound(scenario, current_group())
+
+
+@pytest.mark.parametrize("name", ["weight", "weight, rare", "adaptive"])
+def test_nothing_contradicts_the_claim_over_two_ranks(name: str) -> None:
+    scenario = SCENARIOS[name]
+    bounds = on_ranks(2, _bound_over_ranks, scenario, "", seconds=200)
+    assert bounds[0] == bounds[1] <= scenario.config.epsilon
+
+
+@pytest.mark.parametrize("plant", ["noise x 2/3", "rank 0 adds no noise"])
+def test_a_planted_bug_contradicts_the_claim_over_two_ranks(plant: str) -> None:
+    """The canary's direction is the first of two entries: rank 0 makes its noise, and holds no canary."""
+    scenario = PLANTS["noise x 2/3"][0]
+    assert on_ranks(2, _bound_over_ranks, scenario, plant, seconds=200)[0] > scenario.config.epsilon

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from scipy.stats import beta
 
+from dpis.group import Group
 from dpis.mechanism import Config
 from dpis.randomness import Key
 
@@ -45,15 +46,18 @@ class Scenario:
     engine: Any = None
 
 
-def released(scenario: Scenario, canary: bool, seed: int) -> list[float]:
+def released(
+    scenario: Scenario, canary: bool, seed: int, group: Group | None = None
+) -> list[float]:
     """What one run gives away: projections on the canary's direction, and the terms of its epochs."""
     records = torch.zeros(OTHERS + canary, 2, dtype=torch.float64)
     records[:OTHERS, AWAY] = 0.7
     if canary:
         records[OTHERS, CANARY] = scenario.canary_norm
     gradients = PlainSums(2) if scenario.engine is None else scenario.engine
-    system = Small(scenario.config, records, Key.from_seed(seed), gradients=gradients)
-    if canary:
+    key = Key.from_seed(seed)
+    system = Small(scenario.config, records, key, gradients=gradients, group=group)
+    if canary and OTHERS in system.mechanism.own_records:
         last = torch.tensor([scenario.last_norm])
         system.mechanism.sampler.observe(torch.tensor([OTHERS]), last)
     projections, kappas, clip_norms = [], [], []
@@ -68,10 +72,14 @@ def released(scenario: Scenario, canary: bool, seed: int) -> list[float]:
     return [sum(projections), max(projections), max(kappas), clip_norms[-1]]
 
 
-def observe(scenario: Scenario, runs: int, first_seed: int) -> tuple[np.ndarray, np.ndarray]:
+def observe(
+    scenario: Scenario, runs: int, first_seed: int, group: Group | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Runs without the canary, and with it."""
     return tuple(
-        np.array([released(scenario, canary, first_seed + 2 * i + canary) for i in range(runs)])
+        np.array(
+            [released(scenario, canary, first_seed + 2 * i + canary, group) for i in range(runs)]
+        )
         for canary in (False, True)
     )
 
@@ -96,11 +104,11 @@ Observe = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 """``observe(runs, first_seed)``: rows of numbers from runs without the canary, and from runs with it."""
 
 
-def lower_bound(scenario: Scenario) -> float:
-    """Of what the mechanism releases."""
+def lower_bound(scenario: Scenario, group: Group | None = None) -> float:
+    """Of what the mechanism releases; over several ranks, the same on each."""
 
     def observed(runs: int, first_seed: int) -> tuple[np.ndarray, np.ndarray]:
-        return observe(scenario, runs, first_seed)
+        return observe(scenario, runs, first_seed, group)
 
     return lower_bound_of(observed, scenario.runs, scenario.config.delta)
 

@@ -100,9 +100,9 @@ def _room_for(parameter: Tensor, found: Tensor) -> Tensor:
 
 
 def _slice_size(entries: int, ranks: int) -> int:
-    """Of every rank; whole tiles of noise where there are enough of them, so that none is made twice."""
+    """Of every rank; whole tiles of noise where there are many of them, so that none is made twice."""
     even = -(-entries // ranks)
-    return even if even < TILE else -(-even // TILE) * TILE
+    return even if even < 16 * TILE else -(-even // TILE) * TILE
 
 
 def _added_up(slices: Tensor) -> Tensor:
