@@ -54,6 +54,10 @@ class Group(ABC):
     def gathered(self, value: T) -> list[T]:
         """One value from every rank, in their order. It must be small: it is pickled."""
 
+    def numbers(self, *own: int) -> list[tuple[int, ...]]:
+        """As `gathered`, for a few whole numbers, in a tenth of the time."""
+        return self.gathered(own)
+
     @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, or the error that it meets: the same on every rank."""
@@ -111,7 +115,7 @@ class Group(ABC):
 
     def any(self, flag: bool) -> bool:
         """Whether it holds on any rank."""
-        return any(self.gathered(flag))
+        return any(theirs for (theirs,) in self.numbers(int(flag)))
 
     def require_same(self, value: Any, what: str) -> None:
         """Refuse to go on if a rank holds another value.
@@ -184,6 +188,15 @@ class Ranks(Group):
             dist.all_gather_object(values, value, group=self._words)
         return values
 
+    def numbers(self, *own: int) -> list[tuple[int, ...]]:
+        """In one tensor."""
+        with self._connected():
+            mine = torch.tensor(own)
+            everyone = torch.empty(len(own) * self.size, dtype=mine.dtype)
+            dist.all_gather_single(everyone, mine, group=self._words)
+        rows: list[list[int]] = everyone.view(self.size, -1).tolist()
+        return [tuple(row) for row in rows]
+
     def from_first(self, make: Callable[[], T]) -> T:
         """Rank 0's; an error of its own stays what it is there, and is told by the others."""
         made: list[Any] = [None]
@@ -221,12 +234,8 @@ class Ranks(Group):
 
     def _told(self, stopped: bool, place: int) -> list[int] | None:
         """The places of all ranks, or None if one of them stops."""
-        with self._connected():
-            mine = torch.tensor([int(stopped), place])
-            everyone = torch.empty(2 * self.size, dtype=mine.dtype)
-            dist.all_gather_single(everyone, mine, group=self._words)
-        stops, places = everyone.view(self.size, 2).unbind(1)
-        return None if stops.any() else [int(number) for number in places]
+        stops, places = zip(*self.numbers(int(stopped), place), strict=True)
+        return None if any(stops) else list(places)
 
     def arrive(self, what: str, seconds: float = 60.0) -> None:
         """A barrier that tells who is missing."""

@@ -175,7 +175,8 @@ class Trainer:
 
     def _agreed(self, *wishes: bool) -> list[bool]:
         """What any rank wishes for, all of them do."""
-        return [any(of_ranks) for of_ranks in zip(*self._group.gathered(wishes), strict=True)]
+        of_ranks = self._group.numbers(*map(int, wishes))
+        return [any(same) for same in zip(*of_ranks, strict=True)]
 
     def _step(self) -> None:
         """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
