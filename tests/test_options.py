@@ -351,6 +351,9 @@ def test_what_is_said_twice_and_differently_is_refused() -> None:
         ({"clip_norm": float("inf")}, "clip_norm must be a finite number above 0, or 'auto'"),
         ({"clip_norm": "some"}, "clip_norm must be a finite number above 0, or 'auto'"),
         ({"method": "dp"}, "method must be one of dpis, dpis-adaptive, dp-sgd"),
+        ({"shards": 48}, "shards must be a power of two, at least 1 and at most 65536, found 48"),
+        ({"shards": 0}, "shards must be a power of two"),
+        ({"shards": 2**17}, "shards must be a power of two"),
         ({"contribution": "all"}, "contribution must be one of weight, reject"),
     ],
 )

@@ -28,7 +28,7 @@ from scipy import stats
 from dpis import randomness
 from dpis.errors import InputError
 from dpis.generators import GeneratorStates
-from dpis.randomness import TILE, Key, Normals, Stream
+from dpis.randomness import TILE, Coins, Key, Normals, Stream
 from tests.forks import error_in_a_fork, needs_fork
 from tests.mechanism.systems import recorded_ciphers, shared_blocks
 
@@ -77,6 +77,39 @@ def law_normals_are_made_of_their_blocks() -> None:
     assert drawn == pytest.approx(expected[:9], rel=1e-12, abs=1e-14)
 
 
+def coins_by_hand(purpose: str, step: int, shard: int, position: int) -> list[float]:
+    """One pair, from the block cipher alone."""
+    message = b"dpis/randomness/1:" + step.to_bytes(8, "big") + f"coins:{purpose}".encode()
+    key = hmac.new(KEY.secret, message, hashlib.sha256).digest()
+    block = shard.to_bytes(8, "little") + position.to_bytes(8, "little")
+    made = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(block)
+    words = (int.from_bytes(made[i : i + 8], "little") for i in (0, 8))
+    return [((word >> 12) + 0.5) / 2**52 for word in words]
+
+
+def numbers_of(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def law_coins_are_the_cells_that_their_blocks_name() -> None:
+    """A function of key, purpose, step, shard and position, whichever shards are asked with it."""
+    for step in (0, 2**40):
+        coins = KEY.coins("draw", step)
+        read = {3: 0, 7: 0, 60_000: 0}
+        for shards, counts in (
+            ((3,), (2,)),
+            ((3, 60_000), (1, 3)),
+            ((7, 60_000), (0, 1)),
+            ((3, 7), (4, 4)),
+        ):
+            pairs = coins.pairs(numbers_of(*shards), numbers_of(*counts)).tolist()
+            for shard, count in zip(shards, counts, strict=True):
+                for position in range(read[shard], read[shard] + count):
+                    assert pairs.pop(0) == coins_by_hand("draw", step, shard, position)
+                read[shard] += count
+            assert not pairs
+
+
 def law_a_slice_is_the_slice_of_the_whole() -> None:
     """Bit for bit, wherever it is cut."""
     for count in (1, 2, 7, TILE, TILE + 1, 3 * TILE + 777):
@@ -95,10 +128,14 @@ def law_no_block_is_read_twice() -> None:
     with recorded_ciphers() as opened:
         for purpose, step in itertools.product(("noise", "coins", "release"), (0, 1, 2**40)):
             KEY.stream(purpose, step).bytes(1000)
+            coins = KEY.coins(purpose, step)
+            for shards in ((0, 1, 2, 40), (1, 2), (40, 41)):
+                coins.pairs(numbers_of(*shards), numbers_of(*shards) + 3)
             normals = KEY.normals(purpose, step, 3 * TILE)
             for tile in range(3):
                 normals[tile * TILE : (tile + 1) * TILE]
-    assert sum(one.read for one in opened) == 9 * (1000 + 8 * 3 * TILE)
+    read_as_coins = 16 * ((0 + 1 + 2 + 40 + 4 * 3) + (1 + 2 + 2 * 3) + (40 + 41 + 2 * 3))
+    assert sum(one.read for one in opened) == 9 * (1000 + 8 * 3 * TILE + read_as_coins)
     assert not shared_blocks(opened)
 
 
@@ -177,6 +214,21 @@ def of_half_a_tile(self: Normals, first: int, last: int, _real: Any = Normals.ti
         return iter([tile.clone() for tile in _real(self, first, last)])
 
 
+def without_the_shard(key: bytes, _real: Any = randomness._block_cipher) -> Any:
+    class Blind:
+        cipher = _real(key)
+
+        def update_into(self, blocks: np.ndarray, buffer: np.ndarray) -> int:
+            blocks.view("<u8")[:, 0] = 0
+            return self.cipher.update_into(blocks, buffer)
+
+    return Blind()
+
+
+def from_the_first_position(self: Coins, shards: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    return counts
+
+
 PLANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "a key of Python's generator": (
         Key, "fresh", lambda: Key(random.randbytes(32)), law_a_fresh_key_is_what_the_operating_system_gave,
@@ -203,6 +255,15 @@ PLANTS: dict[str, tuple[Any, str, Any, Callable[[], None]]] = {
     "slices overlap": (Normals, "tiles", of_half_a_tile, law_no_block_is_read_twice),
     "steps share a key": (Key, "_derived", without_the_step, law_no_block_is_read_twice),
     "purposes share a key": (Key, "_derived", without_the_purpose, law_no_block_is_read_twice),
+    "all shards have the same coins": (
+        randomness, "_block_cipher", without_the_shard, law_coins_are_the_cells_that_their_blocks_name,
+    ),
+    "coins are read from the beginning again": (
+        Coins, "_forward", from_the_first_position, law_no_block_is_read_twice,
+    ),
+    "coins share the key of a stream": (
+        Key, "coins", lambda self, purpose, step: Coins(self._derived(purpose, step)), law_no_block_is_read_twice,
+    ),
     "coins of 32 bits": (
         Stream, "uniforms", lambda self, count: (np.frombuffer(self.bytes(4 * count), "<u4") + 0.5) / 2**32,
         law_uniforms_are_the_cells_that_the_stream_names,
@@ -261,6 +322,13 @@ def test_a_seeded_key_says_so() -> None:
         lambda: KEY.stream("coins", True),
         lambda: KEY.stream("coins", 1.0),  # type: ignore[arg-type]
         lambda: KEY.stream("coins", 0).uniforms(-1),
+        lambda: KEY.coins("", 0),
+        lambda: KEY.coins("draw", -1),
+        lambda: KEY.coins("draw", 0).take(numbers_of(1, 1), numbers_of(1, 1)),
+        lambda: KEY.coins("draw", 0).take(numbers_of(2, 1), numbers_of(1, 1)),
+        lambda: KEY.coins("draw", 0).take(numbers_of(-1), numbers_of(1)),
+        lambda: KEY.coins("draw", 0).take(numbers_of(1), numbers_of(-1)),
+        lambda: KEY.coins("draw", 0).take(numbers_of(1), numbers_of(1, 1)),
         lambda: KEY.normals("", 0, 1),
         lambda: KEY.normals("noise", -1, 1),
         lambda: KEY.normals("noise", 0, -1),
@@ -299,6 +367,10 @@ def test_a_stream_ends_before_it_could_be_told_from_randomness(
     stream.bytes(64)
     with pytest.raises(InputError, match="another purpose"):
         stream.bytes(1)
+    coins = KEY.coins("draw", 0)
+    coins.take(numbers_of(1, 9), numbers_of(3, 1))
+    with pytest.raises(InputError, match="another purpose"):
+        coins.take(numbers_of(5), numbers_of(1))
 
 
 # ── uniforms ─────────────────────────────────────────────────────────────────────────────────────────
@@ -340,6 +412,32 @@ def test_uniforms_are_centres_of_cells() -> None:
 def test_uniforms_in_parts_are_the_same(parts: list[int]) -> None:
     stream, whole = KEY.stream("coins", 5), KEY.stream("coins", 5).uniforms(sum(parts))
     assert [u for n in parts for u in stream.uniforms(n)] == whole.tolist()
+
+
+parts_of_shards = st.lists(st.lists(st.integers(0, 6), min_size=4, max_size=4), max_size=5)
+
+
+@given(parts_of_shards)
+def test_coins_of_a_shard_do_not_depend_on_how_they_are_read(parts: list[list[int]]) -> None:
+    together, shards = KEY.coins("draw", 5), numbers_of(0, 2, 3, 11)
+    found: dict[int, list[float]] = {shard: [] for shard in shards.tolist()}
+    for counts in parts:
+        taken = together.take(shards, numbers_of(*counts)).tolist()
+        for shard, count in zip(found, counts, strict=True):
+            found[shard] += [taken.pop(0) for _ in range(count)]
+    for shard, own in found.items():
+        alone = KEY.coins("draw", 5).take(numbers_of(shard), numbers_of(len(own)))
+        assert own == alone.tolist()
+
+
+def test_coins_are_uniform() -> None:
+    """Within a shard, over the shards at one position, and within the pairs."""
+    pairs = KEY.coins("draw", 0).pairs(np.arange(250), np.full(250, 400)).reshape(250, 400, 2)
+    first, second = pairs[:, :, 0], pairs[:, :, 1]
+    for sample in (first, first.T, second, pairs):
+        accept_uniforms(sample.ravel())
+    score = 12 * ((first - 0.5) * (second - 0.5)).mean() * first.size**0.5
+    assert abs(score) < stats.norm.isf(FALSE_ALARM / 2)
 
 
 def accept_uniforms(sample: np.ndarray) -> None:

@@ -253,7 +253,7 @@ class Coins:
             shards: ascending, each once.
             counts: how many of each, from 0.
         """
-        if (shards[1:] <= shards[:-1]).any() or (len(shards) and shards[0] < 0):
+        if len(shards) and (shards[0] < 0 or (shards[1:] <= shards[:-1]).any()):
             raise InputError("shards must ascend, from 0 on, each named once")
         if len(counts) != len(shards) or (counts < 0).any():
             raise InputError("how many must be a whole number >= 0 for every shard")

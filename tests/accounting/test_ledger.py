@@ -75,6 +75,26 @@ def law_only_what_is_public_stands_in_a_ledger(path):
     assert set(lines[-1]) == {"type", "events", "model_sha256", "chain"}
 
 
+def test_shards_stand_in_the_header_where_there_are_several(tmp_path):
+    """A ledger from before there were several has no such field: one shard, and the same bytes."""
+    assert read_ledger(write(tmp_path / "several", shards=64)).header.shards == 64
+    assert read_ledger(write(tmp_path / "one")).header.shards == 1
+    assert b"shards" not in (tmp_path / "one").read_bytes()
+    for wrong in (0, 3, -2):
+        with pytest.raises(InputError, match="power of two"):
+            header(shards=wrong)
+
+
+@pytest.mark.parametrize("said", [1, 3, "64", 64.0])
+def test_shards_are_said_in_one_way(tmp_path, said):
+    path = write(tmp_path / "l.jsonl", steps=0, finish=False, shards=64)
+    body = json.loads(path.read_text().splitlines()[0])
+    del body["chain"]
+    path.write_bytes(encode_line(body | {"shards": said}, CHAIN_ROOT)[0])
+    with pytest.raises(LedgerError, match="nothing checkable"):
+        read_ledger(path)
+
+
 def test_only_what_is_public_stands_in_a_ledger(tmp_path):
     law_only_what_is_public_stands_in_a_ledger(tmp_path / "l.jsonl")
 

@@ -12,6 +12,10 @@ Integers = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 
 
+NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0)
+
+
+@np.errstate(divide="ignore", over="ignore")  # of a probability of one, and of one next to nothing
 def heads(
     sizes: Integers, probabilities: Reals, coins: Coins, shards: Integers
 ) -> tuple[Integers, Integers, Reals]:
@@ -36,13 +40,12 @@ def heads(
     """
     if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise InputError(f"probabilities must lie in [0, 1], found {probabilities}")
-    with np.errstate(divide="ignore"):
-        log_tails = np.log1p(-probabilities)
-    ends = sizes.ravel().cumsum()
+    log_tails = np.log1p(-probabilities)
     groups = (sizes * probabilities > 0).ravel().nonzero()[0]
     owners, labels = np.divmod(groups, len(probabilities))
-    left, ends = sizes.ravel()[groups], ends[groups]
-    found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))]
+    sizes = sizes.ravel()
+    left, ends = sizes[groups], sizes.cumsum()[groups]
+    found = []
     while len(left):
         expected = left * probabilities[labels]
         # Enough to pass the end of a group in most cases; what is short goes on in the next round.
@@ -51,12 +54,11 @@ def heads(
         uniforms = coins.pairs(shards, counts)
         group = np.arange(len(left)).repeat(draws)
         room = left[group]
-        with np.errstate(over="ignore"):
-            tails = np.log(uniforms[:, 0]) / log_tails[labels][group]
+        tails = np.log(uniforms[:, 0]) / log_tails[labels][group]
         steps = np.minimum(tails, room).astype(np.int64) + 1
         passed = steps.cumsum()
         after = passed[draws.cumsum() - 1]
-        before = np.zeros_like(after)
+        before = np.zeros(len(after), dtype=np.int64)
         before[1:] = after[:-1]
         passed -= before[group]
         inside = (passed <= room).nonzero()[0]
@@ -66,7 +68,7 @@ def heads(
         left = left - (after - before)
         short = (left > 0).nonzero()[0]
         left, ends, owners, labels = left[short], ends[short], owners[short], labels[short]
-    if len(found) == 2:
-        return found[1]
-    slots, classes, uniforms = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return slots, classes, uniforms
+    if len(found) < 2:
+        return found[0] if found else NOTHING
+    slots, labels, uniforms = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return slots, labels, uniforms
