@@ -95,6 +95,10 @@ def train(
     privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
     privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
+    if training.check_data and not resume:
+        raise InputError(
+            "check_data compares data with that of an interrupted run: give resume=True too"
+        )
     device = to_device(training.device)
     model = checked_model(model).to(device)
     records = _records(dataset, training, device)
@@ -122,7 +126,13 @@ def train(
     reporter: Reporter = (
         progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
     )
-    return Trainer(run, task, reporter=reporter, keep_checkpoint=training.keep_checkpoint).train()
+    return Trainer(
+        run,
+        task,
+        reporter=reporter,
+        keep_checkpoint=training.keep_checkpoint,
+        check_data=training.check_data,
+    ).train()
 
 
 def _records(dataset: Dataset[Any], training: Training, device: torch.device) -> Records:

@@ -24,7 +24,7 @@ from dpis.gradients import RecordGradients
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.runs.folder import Replacement, write_whole
 from dpis.sampling import Draw
-from dpis.training.data_fingerprint import Fingerprint, fingerprint
+from dpis.training.data_fingerprint import DataFingerprint, Fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import card_of, loader_source, model_bytes
@@ -59,6 +59,7 @@ class Trainer:
         task: what is trained.
         reporter: who is told how it goes.
         keep_checkpoint: leave the secret checkpoint in the folder after completion.
+        check_data: read all data again on resume, not only what changed by size or time.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Trainer:
         *,
         reporter: Reporter | None = None,
         keep_checkpoint: bool = False,
+        check_data: bool = False,
     ) -> None:
         self.run, self.task = run, task
+        self._check_data = check_data
         self._mechanism = run.mechanism
         self._reporter: Reporter = Silent() if reporter is None else reporter
         self._keep_checkpoint = keep_checkpoint
@@ -325,18 +328,16 @@ class Trainer:
 
     def _take_up(self) -> None:
         """Stand where the last checkpoint stood, over the same data; or take the first."""
-        identity, data = (
-            identity_of(self.task, self._evaluation_layers),
-            fingerprint(self.task.records, self.run.key),
-        )
+        state = self.run.training
+        identity = identity_of(self.task, self._evaluation_layers)
+        data = self._data_now(state)
         held_out = self._try_metrics()
         self._identity_saved, self._data, self._held_out = identity, data, held_out
-        state = self.run.training
         if state is None:
             self._save()
             return
         changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
-        if state["data"] != data:
+        if state["data"]["fingerprint"] != data["fingerprint"]:
             changed.append("the data or its order")
         if state["held_out"] != held_out:
             changed.append("the held-out data or its order")
@@ -356,6 +357,12 @@ class Trainer:
             task.average.load_state_dict(state["average"])
         self._progress = _Progress(**state["progress"])
         self._mechanism.load_state_dict(state["mechanism"])
+
+    def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """A fingerprint of the data; what lies in files that are as they were is not read again."""
+        known = {} if state is None or self._check_data else state["data"]["known"]
+        seen = DataFingerprint(self.task.records, self.run.key, known)
+        return {"fingerprint": seen.text(), "known": seen.known}
 
     def _save(self) -> None:
         task = self.task
