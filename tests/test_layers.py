@@ -21,7 +21,7 @@ TOP = Path(__file__).parents[1]
 
 LAYERS = (
     {"errors", "layers", "schedulers"},
-    {"randomness", "options"},
+    {"randomness", "options", "stored_rows", "private_files"},
     {"noise", "generators", "batches", "group"},
     {"accounting"},
     {"coupling", "sampling", "files", "datasets", "runs"},

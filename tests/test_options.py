@@ -256,6 +256,7 @@ def test_options_of_training_arrive_on_the_command_line(monkeypatch: pytest.Monk
     said = {"epochs": 7, "batch_size": 9, "lr": 0.5, "optimizer": "adam", "ema": 0.9}
     said |= {"augment": "shift", "augmentations": 3, "physical_batch": 11, "device": "cpu"}
     said |= {"diagnostics": True, "max_rows_per_user": 2, "keep_checkpoint": True}
+    said |= {"check_data": True}
     assert said.keys() == {n for n, one in knobs(Training).items() if not one.python_only}
     options = JobOptions.from_json(JobOptions.from_json(said).as_json())
     assert {name: getattr(options, name) for name in said} == said
@@ -269,9 +270,11 @@ def test_options_of_training_arrive_in_python(monkeypatch: pytest.MonkeyPatch) -
     keep: list[Any] = []
 
     class Trainer:
-        def __init__(self, run: Any, task: Any, *, reporter: Any, keep_checkpoint: bool) -> None:
+        def __init__(
+            self, run: Any, task: Any, *, reporter: Any, keep_checkpoint: bool, check_data: bool
+        ) -> None:
             tasks.append(task)
-            keep.extend([run, reporter, keep_checkpoint])
+            keep.extend([run, reporter, keep_checkpoint, check_data])
 
         def train(self) -> None:
             return None
@@ -302,12 +305,13 @@ def test_options_of_training_arrive_in_python(monkeypatch: pytest.MonkeyPatch) -
         "device": "cpu",
         "diagnostics": True,
         "keep_checkpoint": True,
+        "check_data": True,
         "progress": reporter,
     }
     assert said.keys() | {"epochs", "batch_size", "lr", "objective"} == knobs(Training).keys()
     dpis.train(
         nn.Linear(4, 2), data(), nn.CrossEntropyLoss(), held_out=data(), n_public=RECORDS, lr=0.25,
-        epochs=EPOCHS, batch_size=BATCH, training=Training(**said),
+        epochs=EPOCHS, batch_size=BATCH, training=Training(**said), resume=True,
     )  # fmt: skip
     task, records = tasks[0], tasks[0].records
     for name in ("scheduler_interval", "early_stop", "physical_batch"):
@@ -322,7 +326,7 @@ def test_options_of_training_arrive_in_python(monkeypatch: pytest.MonkeyPatch) -
     assert task.scheduler.gamma == 0.5
     assert task.average.decay == 0.9
     assert task.held_out.metrics == said["metrics"]
-    assert keep[1:] == [reporter, True]
+    assert keep[1:] == [reporter, True, True]
     _, _, config, _, _, diagnostics, _ = opened[0]
     assert (config.epochs, config.batch_size, diagnostics) == (EPOCHS, BATCH, True)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from dpis.errors import InputError
+from dpis.stored_rows import Column, RowsDataset
 
 Batch = Any
 """A tensor whose first dimension counts rows, or a tuple, list or mapping of batches."""
@@ -128,6 +129,11 @@ def tensors_of(dataset: Dataset[Any]) -> tuple[Tensor, ...]:
     if type(dataset) is not TensorDataset:
         return ()
     return dataset.tensors if all(isinstance(t, Tensor) for t in dataset.tensors) else ()
+
+
+def columns_of(dataset: Dataset[Any]) -> tuple[Column, ...]:
+    """What is indexed at once: the tensors of a plain `TensorDataset`, or the columns of a `RowsDataset`."""
+    return dataset.columns if type(dataset) is RowsDataset else tensors_of(dataset)
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -566,6 +566,9 @@ class Training(Options):
     device: Any = _run("auto", "auto, cpu, cuda.")
     diagnostics: bool = _run(False, "Show private values: the model is then not for release.")
     keep_checkpoint: bool = _run(False, "Keep the secret checkpoint after completion.")
+    check_data: bool = _run(
+        False, "On resume: read all data again, not only what changed by size or time."
+    )
     progress: Any = _run(
         False, "True: a bar on stderr; or a reporter of your own.", python_only=True
     )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from dpis.errors import InputError
 from dpis.files.arrays import Arrays
-from dpis.files.csv_table import CsvTable, TextColumn
 from dpis.files.preprocessing import (
     ArrayPreprocessing,
     CategoricalColumn,
@@ -20,6 +19,7 @@ from dpis.files.preprocessing import (
     preprocessing_from_json,
 )
 from dpis.files.schema import canonical
+from dpis.files.table import Table, TextColumn
 from dpis.files.targets import ClassTarget, NumberTarget, Origin, distinct_names
 
 CLASSES = ClassTarget("y", ("no", "yes"))
@@ -30,12 +30,13 @@ def text(cells: list[str]) -> TextColumn:
     return TextColumn(values, np.array([values.index(canonical(c)) for c in cells], dtype=np.int64))
 
 
-def table(numbers: dict[str, list[float]], texts: dict[str, list[str]]) -> CsvTable:
+def table(numbers: dict[str, list[float]], texts: dict[str, list[str]]) -> Table:
     length = len(next(iter({**numbers, **texts}.values())))
-    return CsvTable(
+    return Table(
         source="t.csv",
         numbers={name: np.array(cells, dtype=np.float64) for name, cells in numbers.items()},
         texts={name: text(cells) for name, cells in texts.items()},
+        rows=length,
         lines=np.arange(2, length + 2),
     )
 

@@ -17,7 +17,7 @@ from dpis.files.preprocessing import (
     preprocessing_from_json,
 )
 from dpis.files.reading import encode_evaluation, encode_features, open_records
-from dpis.files.scaling import CELLS, bounds_from_counts, bucket_counts, sensitivity
+from dpis.files.scaling import CELLS, bounds_from_counts, bucket_counts, one_over_rows, sensitivity
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable
 from dpis.files.targets import MOST_FROM_DATA, ClassTarget, Origin
@@ -112,7 +112,9 @@ def test_bounds_that_are_released(tmp_path: Path) -> None:
     counts = raw.bucket_counts()
     assert counts.shape == (2, CELLS)
     columns = [raw.table.numbers["id"], raw.table.numbers["age"]]
-    assert torch.equal(counts, bucket_counts(columns, raw.user_ids))  # a user is a record
+    assert torch.equal(
+        counts, bucket_counts(columns, one_over_rows(raw.user_ids))
+    )  # a user is a record
     some = np.array([1, 3])
     assert torch.equal(raw.bucket_counts(some), bucket_counts([c[some] for c in columns]))
     with pytest.raises(InputError, match=r"bounds of 2 columns must be released first \(id, age\)"):
@@ -213,7 +215,9 @@ def test_a_label_out_of_range_names_value_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nobody", ["NA", "None", "NaT"])
 def test_rows_without_a_user(tmp_path: Path, nobody: str) -> None:
     path = csv(tmp_path, PEOPLE.replace("bob", "").replace("cy", nobody))
-    assert "2 of 4 rows have no user in 'who', the first on line 3" in error(path, schema=flags())
+    assert "2 of 4 rows have no user in 'who', the first is line 3 of" in error(
+        path, schema=flags()
+    )
 
 
 def test_users_that_a_spreadsheet_cut_short(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_notes_for_the_operator(tmp_path: Path) -> None:
 def test_files_that_are_not_records(tmp_path: Path) -> None:
     assert "there is no file" in error(tmp_path / "none.csv")
     assert "there is no file" in error(tmp_path / "none.npz")
-    assert "one of .csv .tsv .txt .npz .pt .pth, found '.xlsx'" in error(tmp_path / "t.xlsx")
+    assert "found '.xlsx'" in error(tmp_path / "t.xlsx")
 
 
 # The same preparation for other files

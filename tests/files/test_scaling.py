@@ -16,6 +16,7 @@ from dpis.files.scaling import (
     PARTS,
     bounds_from_counts,
     bucket_counts,
+    one_over_rows,
     sensitivity,
 )
 
@@ -30,7 +31,7 @@ def tables(draw: st.DrawFn) -> np.ndarray:
 
 
 def counted(table: np.ndarray, users: np.ndarray | None = None) -> torch.Tensor:
-    return bucket_counts(list(table.T), users)
+    return bucket_counts(list(table.T), None if users is None else one_over_rows(users))
 
 
 @settings(max_examples=150, deadline=None)

@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpis.errors import CouplingError
 from dpis.randomness import Key
+from dpis.sampling import Shards
+from dpis.training.data_fingerprint import DataFingerprint
 from dpis.training.records import RECORDS_AT_ONCE, ROWS_AT_ONCE, Records
 
 N = 2 * RECORDS_AT_ONCE + 30
@@ -109,12 +111,22 @@ def law_a_users_rows_are_drawn_anew() -> None:
 def law_a_fingerprint_sees_every_row() -> None:
     """Other data behind the first part, or other labels, are other data (rule 21)."""
     count = ROWS_AT_ONCE + 9
-    items = [item for part in Records(Items(count)).raw_rows(KEY) for item in part]
+    items = [i for part in Records(Items(count)).raw_items(KEY, np.arange(count)) for i in part]
     assert [int(number) for number, _ in items] == list(range(count))
     inputs, labels = torch.arange(5), torch.arange(5) % 2
-    columns = list(Records(TensorDataset(inputs, labels)).raw_rows(KEY))
-    assert torch.equal(columns[0], inputs)
-    assert torch.equal(columns[1], labels)
+
+    def text(*columns: torch.Tensor) -> str:
+        records = Records(TensorDataset(*columns))
+        seen = DataFingerprint(records, KEY, Shards.whole(len(records)))
+        return seen.combined(seen.own_digests())
+
+    assert text(inputs, labels) == text(inputs.clone(), labels)
+    for other in (
+        text(inputs, 1 - labels),
+        text(inputs.flip(0), labels),
+        text(inputs[:4], labels[:4]),
+    ):
+        assert other != text(inputs, labels)
 
 
 def law_the_rows_of_a_user_are_neighbours_and_filled_up() -> None:

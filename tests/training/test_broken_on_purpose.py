@@ -50,7 +50,7 @@ LOOK, STREAM, DRAWN, ALL, RAW, ROWS_OF = (
     Key.stream,
     Records.drawn,
     Records.all,
-    Records.raw_rows,
+    Records.raw_items,
     Records._rows_of,
 )
 
@@ -86,8 +86,8 @@ def full_pass_turned_around(self: Records, key: Key, epoch: int) -> Iterator[Any
         yield module.Rows(turned, rows.present)
 
 
-def rows_for_a_first_look(self: Records, key: Key) -> Iterator[Any]:
-    yield next(iter(RAW(self, key)))
+def rows_for_a_first_look(self: Records, key: Key, places: Any) -> Iterator[Any]:
+    yield next(iter(RAW(self, key, places)))
 
 
 def every_row_counts(self: Records, *given: Any) -> Any:
@@ -166,7 +166,7 @@ PLANTS = [
           laws.law_rows_come_in_the_order_of_their_records),
     Plant("12 later parts of a full pass are turned around", Records, "all", full_pass_turned_around,
           laws.law_a_full_pass_comes_in_the_order_of_the_records),
-    Plant("21 a fingerprint of the first rows", Records, "raw_rows", rows_for_a_first_look,
+    Plant("21 a fingerprint of the first rows", Records, "raw_items", rows_for_a_first_look,
           laws.law_a_fingerprint_sees_every_row),
     Plant("23 augmentation: the same in all steps", Key, "stream", one_stream("augment"), OF_ITS_STEP),
     Plant("23 augmentation: the same in all parts", Key, "stream", one_stream_a_step("augment"), OF_ITS_STEP),

@@ -135,7 +135,7 @@ def test_a_collate_function_must_keep_the_rows(tmp_path: Path) -> None:
 def test_a_collate_function_that_mixes_rows_is_refused(tmp_path: Path) -> None:
     def standardised(items: list[Any]) -> tuple[Tensor, Tensor]:
         inputs, targets = torch.utils.data.default_collate(items)
-        return (inputs - inputs.mean(0)) / (inputs.std(0) + 1), targets
+        return (inputs - inputs.mean(0)) / (inputs.std(0, correction=0) + 1), targets
 
     with pytest.raises(CouplingError, match="collate_fn mixes rows"):
         fit(tmp_path / "run", collate_fn=standardised)
@@ -160,7 +160,7 @@ class AtOnce(Dataset[Any]):
 
 
 def _standardised(inputs: Tensor) -> Tensor:
-    return (inputs - inputs.mean(0)) / (inputs.std(0) + 1)
+    return (inputs - inputs.mean(0)) / (inputs.std(0, correction=0) + 1)
 
 
 def _reversed(inputs: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from torch.optim import lr_scheduler as schedulers
 
 from dpis.errors import InputError
 from dpis.randomness import Key
+from dpis.sampling import Shards
 from dpis.training import Records
-from dpis.training.data_fingerprint import fingerprint
+from dpis.training.data_fingerprint import DataFingerprint
 from tests.training.toys import Crash, crash_at, fit, points, released
 
 OPTIMIZERS = (
@@ -85,6 +86,11 @@ def test_a_plateau_resumes(tmp_path: Path) -> None:
         scheduler=lambda o: schedulers.ReduceLROnPlateau(o, mode="max", patience=0),
         held_out=points(20, seed=3),
     )
+
+
+def fingerprint(records: Records, key: Key) -> str:
+    seen = DataFingerprint(records, key, Shards.whole(len(records)))
+    return seen.combined(seen.own_digests())
 
 
 # ── fingerprints ─────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,6 @@ from pathlib import Path
 from dpis.datasets.catalogue import PublicSource
 from dpis.datasets.download import FetchError, Progress
 from dpis.datasets.locate import (
-    cache_folder,
     find_file,
     find_source,
     is_published,
@@ -23,6 +22,7 @@ from dpis.datasets.locate import (
 )
 from dpis.datasets.providers import PROVIDERS, Files, Published
 from dpis.errors import InputError
+from dpis.private_files import cache_folder
 
 _BROKEN = (tarfile.TarError, zlib.error, EOFError, ValueError, LookupError)
 """What a damaged archive may cause, whatever it was converted with."""

@@ -17,23 +17,10 @@ from pathlib import Path
 
 from dpis.datasets.catalogue import ALIASES, SOURCES, DataFile, PublicSource
 from dpis.errors import InputError
+from dpis.private_files import cache_folder
 
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 """Where Debian's dataset packages put their files."""
-
-
-def cache_folder() -> Path | None:
-    """``$DPIS_CACHE``, else ``$XDG_CACHE_HOME/dpis``, else ``~/.cache/dpis``; not created here.
-
-    None if ``DPIS_CACHE=off``: nothing is to be kept.
-    """
-    chosen = os.environ.get("DPIS_CACHE", "")
-    if chosen.lower() == "off":
-        return None
-    if chosen:
-        return Path(chosen).expanduser()
-    platform = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(platform) if platform else Path("~/.cache").expanduser()) / "dpis"
 
 
 @dataclass(frozen=True)

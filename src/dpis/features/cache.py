@@ -9,25 +9,22 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import tempfile
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dpis.datasets.locate import cache_folder
+from dpis.private_files import cache_folder, written_whole
+from dpis.stored_rows import Column, MappedRows, StoredRows, blocks_of
 
 DIGEST_BYTES = 32
-STALE_SECONDS = 24 * 3600
-"""After so long, an unfinished file is what a killed process left behind."""
 
 
 class CacheWarning(UserWarning):
@@ -48,11 +45,13 @@ class FeatureCache:
         default = cache_folder()
         return None if default is None else FeatureCache(default / "features")
 
-    def key(self, recipe: str, images: Tensor) -> str:
+    def key(self, recipe: str, images: Column) -> str:
         """A hash of everything that features depend on: the recipe, and the images bit by bit."""
-        array = images.detach().cpu().contiguous()
-        digest = hashlib.sha256(f"{recipe}\n{array.dtype} {tuple(array.shape)}\n".encode())
-        digest.update(array.flatten().view(torch.uint8).numpy().data)
+        kind = images.example().dtype if isinstance(images, StoredRows) else images.dtype
+        digest = hashlib.sha256(f"{recipe}\n{kind} {tuple(images.shape)}\n".encode())
+        for block in blocks_of(images, len(images)):
+            array = block.detach().cpu().contiguous()
+            digest.update(array.flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def text_key(self, recipe: str, texts: Sequence[str], words: Sequence[str]) -> str:
@@ -65,6 +64,18 @@ class FeatureCache:
 
         The map is private to this process: writing to the tensor changes memory, not the file.
         """
+        features = self._mapped(key, shape)
+        return None if features is None else torch.from_numpy(features)
+
+    def stored(self, key: str, shape: tuple[int, ...], keeper: object = None) -> MappedRows | None:
+        """The features under ``key``, to be read by index; None if there are none that are whole."""
+        features = self._mapped(key, shape)
+        if features is None:
+            return None
+        path, offset = self.path(key), features.offset
+        return MappedRows(path, features.dtype, shape, offset, keeper=keeper)
+
+    def _mapped(self, key: str, shape: tuple[int, ...]) -> Any:
         path = self.path(key)
         try:
             whole = np.memmap(path, dtype=np.uint8, mode="r")
@@ -76,56 +87,40 @@ class FeatureCache:
             return None
         if features.shape != shape or features.dtype != np.float32:
             return None
-        return torch.from_numpy(features)
+        return features
 
     def save(self, key: str, features: Tensor) -> None:
         """Keep features under ``key``. What goes wrong is a warning: they are at hand all the same."""
+        self.write(key, tuple(features.shape), torch.split(features, 1024))
+
+    def write(self, key: str, shape: tuple[int, ...], blocks: Iterable[Tensor]) -> None:
+        """Keep features of this shape that come block by block. What goes wrong is a warning."""
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._remove_stale()
-            self._write(self.path(key), features.detach().cpu().contiguous().numpy())
+            with written_whole(self.path(key)) as file:
+                digest = hashlib.sha256()
+                for part in _npy_parts(shape, blocks):
+                    digest.update(part)
+                    file.write(part)
+                file.write(digest.digest())
         except OSError as error:
             warnings.warn(
                 f"features were not kept in {self.folder} ({error.strerror or error}), and will be computed again"
                 " next time: set DPIS_CACHE to a folder with room, or to off",
                 CacheWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def path(self, key: str) -> Path:
         """The file of ``key``."""
         return self.folder / f"{key}.npy"
 
-    def _write(self, path: Path, features: npt.NDArray[np.float32]) -> None:
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".unfinished-")  # of mode 0600
-        try:
-            with os.fdopen(handle, "wb") as file:
-                digest = hashlib.sha256()
-                for block in _npy_blocks(features):
-                    digest.update(block)
-                    file.write(block)
-                file.write(digest.digest())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
 
-    def _remove_stale(self) -> None:
-        for left in self.folder.glob(".unfinished-*"):
-            try:
-                if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
-            except FileNotFoundError:
-                continue
-
-
-def _npy_blocks(array: npt.NDArray[np.float32]) -> Iterator[bytes | memoryview]:
+def _npy_parts(shape: tuple[int, ...], blocks: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
     """The bytes of a ``.npy`` file, a bit at a time, so that nothing large is copied."""
     header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    about = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, about)
     yield header.getvalue()
-    flat = array.reshape(-1).view(np.uint8).data
-    for start in range(0, len(flat), 1 << 24):
-        yield flat[start : start + (1 << 24)]
+    for block in blocks:
+        array: npt.NDArray[np.float32] = block.detach().cpu().contiguous().numpy()
+        yield array.reshape(-1).view(np.uint8).data

@@ -15,6 +15,7 @@ from torch.nn import functional
 from dpis.accounting import Release
 from dpis.errors import InputError
 from dpis.features.scattering import SCATTER_CHANNELS
+from dpis.stored_rows import Column, blocks_of
 
 
 def group_normalise(features: Tensor, groups: int) -> Tensor:
@@ -132,7 +133,7 @@ def channel_gains(channels: int) -> Tensor:
     return torch.tensor(gains, dtype=torch.float64)
 
 
-def channel_sums(features: Tensor) -> tuple[Tensor, Tensor]:
+def channel_sums(features: Column) -> tuple[Tensor, Tensor]:
     """Sums over the records of channel means and of channel means of squares, after the gains, float64. Private.
 
     One record moves them by at most `LONGEST_MEAN` and `LONGEST_SQUARE` in Euclidean norm, whatever it holds.
@@ -142,7 +143,7 @@ def channel_sums(features: Tensor) -> tuple[Tensor, Tensor]:
     """
     gains = channel_gains(features.shape[1])[:, None]
     sums = torch.zeros(2, features.shape[1], dtype=torch.float64)
-    for part in torch.split(features, 1024):
+    for part in blocks_of(features, 1024):
         flat = part.double().flatten(2).cpu() * gains
         sums[0] += _shortened(flat.mean(2), LONGEST_MEAN).sum(0)
         sums[1] += _shortened(flat.square().mean(2), LONGEST_SQUARE).sum(0)

@@ -6,9 +6,14 @@ computed, and why so: docs/design/0004-features-and-data.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from os import PathLike
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from dpis.errors import InputError
-from dpis.features.cache import FeatureCache
+from dpis.features.cache import CacheWarning, FeatureCache
 from dpis.features.filters import Array, kept_frequencies, lowpass_spectrum, wavelet_spectrum
+from dpis.private_files import PassingFolder
+from dpis.stored_rows import KEPT_IN_MEMORY, Column, StoredRows
 
 FORMAT = "dpis scattering 1"
 """Part of the cache's key. Raise the number whenever features change in value or order."""
@@ -217,15 +224,35 @@ class Scattering(nn.Module):
             )
 
 
+@overload
 def scatter_features(
     images: Tensor,
+    *,
+    cache_dir: str | PathLike[str] | None = ...,
+    cache: bool = ...,
+    progress: Progress | None = ...,
+    scales: int = ...,
+    angles: int = ...,
+) -> Tensor: ...
+@overload
+def scatter_features(
+    images: Column,
+    *,
+    cache_dir: str | PathLike[str] | None = ...,
+    cache: bool = ...,
+    progress: Progress | None = ...,
+    scales: int = ...,
+    angles: int = ...,
+) -> Column: ...
+def scatter_features(
+    images: Column,
     *,
     cache_dir: str | PathLike[str] | None = None,
     cache: bool = True,
     progress: Progress | None = None,
     scales: int = 2,
     angles: int = 8,
-) -> Tensor:
+) -> Column:
     """Scattering features of a set of images, computed once and kept on disk.
 
     Features lie in the cache under a hash of the images and the parameters. They are as private as
@@ -234,7 +261,7 @@ def scatter_features(
 
     Args:
         images: ``[N, H, W]`` or ``[N, C, H, W]``; uint8 from 0 to 255, or floating point, by custom from
-            0 to 1 (used as it is). Computed on the device they are on.
+            0 to 1 (used as it is). Computed on the device they are on. Of images on disk features stay on disk.
         cache_dir: The cache's folder; by default ``$DPIS_CACHE/features`` or
             ``$XDG_CACHE_HOME/dpis/features`` (``~/.cache/dpis/features``).
         cache: False keeps nothing on disk and reads nothing. ``DPIS_CACHE=off`` does the same.
@@ -246,6 +273,8 @@ def scatter_features(
         float32 ``[N, C·81, H/4, W/4]`` on the device of ``images``. From a cache on a CPU it is mapped
         from the file: memory is used as it is read, and writing to it leaves the file alone.
     """
+    if isinstance(images, StoredRows):
+        return _stored_features(images, cache_dir, cache, progress, scales, angles)
     _check_images(images)
     if images.ndim == 3:
         images = images[:, None]
@@ -255,48 +284,114 @@ def scatter_features(
     if store is None:
         return _computed(scattering, images, progress)
     key = store.key(f"{FORMAT} scales={scales} angles={angles}", images)
-    features = store.load(key, scattering.output_shape(images.shape))
-    if features is None:
+    shape = scattering.output_shape(images.shape)
+    features = store.load(key, shape)
+    if features is not None:
+        if progress is not None:
+            progress(len(images), len(images))
+    elif 4 * math.prod(shape) <= KEPT_IN_MEMORY:
         features = _computed(scattering, images, progress)
         store.save(key, features)
-    elif progress is not None:
-        progress(len(images), len(images))
+    else:
+        store.write(key, shape, _computed_blocks(scattering, images, progress))
+        features = store.load(key, shape)
+        if features is None:  # it could not be kept, and a warning said so
+            features = _computed(scattering, images, progress)
     return features.to(images.device)
 
 
+def _stored_features(
+    images: StoredRows,
+    cache_dir: str | PathLike[str] | None,
+    cache: bool,
+    progress: Progress | None,
+    scales: int,
+    angles: int,
+) -> StoredRows:
+    """Of images on disk, on disk: neither is ever whole in memory."""
+    example = images.example()
+    _check_images(example)
+    if images.ndim == 3:
+        images = images.each(lambda rows: rows[:, None], "one channel")
+    scattering = Scattering((images.shape[2], images.shape[3]), scales=scales, angles=angles)
+    store, passing = FeatureCache.open(cache_dir) if cache else None, None
+    if store is None:
+        passing = PassingFolder()
+        store = FeatureCache(passing.path)
+    key = store.key(f"{FORMAT} scales={scales} angles={angles}", images)
+    shape = scattering.output_shape(images.shape)
+    features = store.stored(key, shape, passing)
+    if features is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)  # it is an error here
+            store.write(key, shape, _computed_blocks(scattering, images, progress))
+        features = store.stored(key, shape, passing)
+    elif progress is not None:
+        progress(len(images), len(images))
+    if features is None:
+        raise InputError(
+            f"features do not fit in memory, and cannot be kept in {store.folder}: set DPIS_CACHE to a folder with "
+            f"room for {4 * math.prod(shape) / 2**30:,.1f} GiB"
+        )
+    return features
+
+
 def _computed(scattering: Scattering, images: Tensor, progress: Progress | None) -> Tensor:
-    """Block by block; on a CPU each thread takes blocks of its own.
+    """Of all images, in memory."""
+    features = torch.empty(
+        scattering.output_shape(images.shape), dtype=torch.float32, device=images.device
+    )
+    start = 0
+    for block in _computed_blocks(scattering, images, progress):
+        features[start : start + len(block)] = block
+        start += len(block)
+    return features
+
+
+def _computed_blocks(
+    scattering: Scattering, images: Column, progress: Progress | None
+) -> Iterator[Tensor]:
+    """Features of all images in their order, block by block; on a CPU each thread takes blocks of its own.
 
     Threads that share every operation would wait for each other after each, thousands of times a
     second, which on a busy machine was 4 to 10 times slower. One thread a block also
     makes the features the same to the last bit for any number of threads.
     """
-    features = torch.empty(
-        scattering.output_shape(images.shape), dtype=torch.float32, device=images.device
-    )
 
     @torch.no_grad()
-    def compute(start: int) -> int:
-        block = images[start : start + BLOCK]
+    def compute(start: int) -> Tensor:
+        places = np.arange(start, min(start + BLOCK, len(images)))
+        block = (
+            images.fetch(places)
+            if isinstance(images, StoredRows)
+            else images[start : start + BLOCK]
+        )
+        if isinstance(images, StoredRows):
+            _check_images(block)
         block = block.float() / 255 if block.dtype == torch.uint8 else block.float()
-        scattering.write(block, features[start : start + BLOCK])
-        return start + len(block)
+        return scattering(block)  # type: ignore[no-any-return]
 
+    on_cpu = isinstance(images, StoredRows) or images.device.type == "cpu"
     threads = torch.get_num_threads()
     workers = ThreadPoolExecutor(
-        threads if images.device.type == "cpu" else 1,
+        threads if on_cpu else 1,
         thread_name_prefix="dpis-scattering",
         initializer=torch.set_num_threads,
         initargs=(1,),
     )
+    starts, done = iter(range(0, len(images), BLOCK)), 0
+    ahead = deque(workers.submit(compute, start) for start in islice(starts, 2 * threads))
     try:
-        for done in workers.map(compute, range(0, len(images), BLOCK)):
+        while ahead:
+            block = ahead.popleft().result()
+            ahead.extend(workers.submit(compute, start) for start in islice(starts, 1))
+            yield block
+            done += len(block)
             if progress is not None:
                 progress(done, len(images))
     finally:  # also after Ctrl-C: what has not begun is left
         workers.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)  # a part of this setting belongs to the whole process
-    return features
 
 
 def _check_images(images: Tensor) -> None:

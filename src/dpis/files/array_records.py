@@ -23,6 +23,7 @@ class RawArrays:
     """Arrays that were read. They never need a release: features are taken as they are."""
 
     encoded: EncodedRecords
+    arrays: Arrays
 
     def __len__(self) -> int:
         return len(self.encoded.targets)
@@ -45,7 +46,9 @@ class RawArrays:
 
     @property
     def private_notes(self) -> tuple[str, ...]:
-        """None."""
+        """None; but what was not read yet is looked through."""
+        assert isinstance(self.encoded.preprocessing, ArrayPreprocessing)
+        self.encoded.preprocessing.look_through(self.arrays)
         return ()
 
     def bucket_counts(self, rows: NDArray[np.int64] | None = None) -> torch.Tensor:
@@ -91,7 +94,7 @@ def open_arrays(
         else class_target(name, classes, values),
     )
     made = preprocessing.encode(arrays)
-    return RawArrays(EncodedRecords(*made, preprocessing, arrays.user_ids))
+    return RawArrays(EncodedRecords(*made, preprocessing, arrays.user_ids), arrays)
 
 
 def read_arrays_again(

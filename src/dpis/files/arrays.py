@@ -1,8 +1,10 @@
-"""Reading records from ``.npz`` and ``.pt`` files. Nothing that would run code on loading is accepted."""
+"""Reading records from ``.npz``, ``.npy`` and ``.pt`` files. Nothing that would run code on loading is accepted."""
 
 from __future__ import annotations
 
+import math
 import pickle
+import struct
 import warnings
 import zipfile
 import zlib
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from dpis.errors import InputError
 from dpis.files.schema import listed, shown
 from dpis.files.users import number_users
+from dpis.stored_rows import KEPT_IN_MEMORY, MappedRows
 
 FEATURE_NAMES = ("x", "features", "images", "inputs", "data")
 TARGET_NAMES = ("y", "targets", "labels", "target")
@@ -44,6 +47,8 @@ class Arrays:
     target_name: str
     targets: NDArray[np.generic] | None
     user_ids: NDArray[np.int64] | None
+    stored: MappedRows | None = None
+    """Where the features lie, if they are mapped from a file."""
 
     def __len__(self) -> int:
         return len(self.features)
@@ -61,13 +66,15 @@ def read_arrays(
     """Features, targets (if there are any) and users (if there are any) of a file.
 
     Args:
-        path: an ``.npz`` with named arrays, or a ``.pt`` with a dict of tensors or a pair ``(x, y)``.
+        path: an ``.npz`` with named arrays, a ``.pt`` with a dict of tensors or a pair ``(x, y)``, a folder with an
+            ``.npy`` for each array, or one ``.npy`` of features alone.
         target: the name of the targets, if it is none of `TARGET_NAMES`.
         user_column: the name of the users' array, if it is not ``user_ids``.
     """
     path = Path(path)
-    named = _read_npz(path) if path.suffix.lower() == ".npz" else _read_pt(path)
-    features = named[_one_of(path, named, FEATURE_NAMES, "features")]
+    named, mapped = _read_named(path)
+    feature_name = _one_of(path, named, FEATURE_NAMES, "features")
+    features = named[feature_name]
     target_name = target if target is not None else _one_of(path, named, TARGET_NAMES, None)
     if target is not None and target not in named:
         raise InputError(f"{path}: there is no target {target!r}, only {listed(named)}")
@@ -94,10 +101,40 @@ def read_arrays(
         target_name=target_name or "y",
         targets=targets,
         user_ids=users,
+        stored=mapped.get(feature_name),
     )
 
 
-def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
+Named = dict[str, NDArray[np.generic]]
+
+
+def _read_named(path: Path) -> tuple[Named, dict[str, MappedRows]]:
+    """Arrays by name, and of those that are too large to be read where they lie."""
+    if path.is_dir():
+        files = {file.stem: file for file in sorted(path.glob("*.npy"))}
+        if not files:
+            raise InputError(
+                f"{path} is a folder without .npy files: a folder of arrays holds x.npy, y.npy and so on; one of a "
+                "Hugging Face dataset state.json"
+            )
+        mapped = {name: _map_npy(file, file, 0) for name, file in files.items()}
+    elif path.suffix.lower() == ".npy":
+        mapped = {"x": _map_npy(path, path, 0)}
+    elif path.suffix.lower() == ".npz":
+        named, mapped = _read_npz(path)
+        return {**named, **{name: rows.array for name, rows in mapped.items()}}, mapped
+    else:
+        return _read_pt(path), {}
+    return {name: _whole_if_small(rows) for name, rows in mapped.items()}, mapped
+
+
+def _whole_if_small(rows: MappedRows) -> NDArray[np.generic]:
+    array: NDArray[np.generic] = rows.array
+    return np.array(array) if array.nbytes <= KEPT_IN_MEMORY else array
+
+
+def _read_npz(path: Path) -> tuple[Named, dict[str, MappedRows]]:
+    """The small members, and where the large ones lie."""
     try:
         with open(path, "rb") as file:
             found = np.load(file, allow_pickle=False)
@@ -105,8 +142,12 @@ def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
                 raise InputError(
                     f"{path} holds one array, not named ones: save them with numpy.savez"
                 )
-            with found:
-                return {name: found[name] for name in found.files}
+            with found, zipfile.ZipFile(path) as archive:
+                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+                large = {n for n in found.files if members[n].file_size > KEPT_IN_MEMORY}
+                named = {name: found[name] for name in found.files if name not in large}
+                mapped = {name: _map_member(path, members[name]) for name in large}
+                return named, mapped
     except InputError:
         raise
     except OSError as error:
@@ -115,6 +156,56 @@ def _read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
         raise InputError(
             f"{path} is not a plain .npz of numbers ({_line(error)}): save x and y with numpy.savez, without objects"
         ) from None
+
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+"""Of a member of a zip file: a mark, and how long its name and its extra field are."""
+
+
+def _map_member(path: Path, info: zipfile.ZipInfo) -> MappedRows:
+    """A member that lies in the archive as it is."""
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise InputError(
+            f"{path}: {info.filename} is compressed and too large to be unpacked into memory "
+            f"({info.file_size / 2**20:,.0f} MiB): save it with numpy.savez, not savez_compressed, or as .npy in a "
+            "folder, so that it can be read by index"
+        )
+    with open(path, "rb") as file:
+        file.seek(info.header_offset)
+        mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+        if mark != b"PK\x03\x04":
+            raise zipfile.BadZipFile(f"no member at {info.header_offset}")
+    return _map_npy(path, info.filename, info.header_offset + _LOCAL_HEADER.size + name + extra)
+
+
+def _map_npy(path: Path, called: object, begin: int) -> MappedRows:
+    """An array in NumPy's format that begins somewhere in a file."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            version = np.lib.format.read_magic(file)
+            read_header = {
+                (1, 0): np.lib.format.read_array_header_1_0,
+                (2, 0): np.lib.format.read_array_header_2_0,
+            }[version]
+            shape, by_column, dtype = read_header(file)
+            offset, size = file.tell(), file.seek(0, 2)
+    except OSError as error:
+        raise _cannot_read(path, error) from None
+    except _UNREADABLE as error:
+        raise InputError(
+            f"{called} is not an array in NumPy's format ({_line(error)}): save it with numpy.save"
+        ) from None
+    if dtype.hasobject:
+        raise InputError(f"{called} holds Python objects, which could run code: save plain numbers")
+    rows = MappedRows(path, dtype, shape, offset, by_column)
+    if not shape or 0 in shape:
+        raise InputError(f"{called}: there are no records: its shape is {shape}")
+    if size - offset < dtype.itemsize * math.prod(shape):
+        raise InputError(
+            f"{called} is cut short: {shape} of {dtype} take more than it has. Write it again"
+        )
+    return rows
 
 
 def _read_pt(path: Path) -> dict[str, NDArray[np.generic]]:

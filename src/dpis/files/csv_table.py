@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.schema import canonical, listed, shown
+from dpis.files.schema import listed, shown
+from dpis.files.table import Table, TextCoder, TextColumn, parsed_number, parsed_numbers
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -28,34 +29,10 @@ _DELIMITERS = (",", ";", "\t")
 
 @dataclass(frozen=True, slots=True)
 class CsvHeader:
-    """The first row of a table, and what stands between its cells. Both are public."""
+    """The first row of a CSV table, and what stands between its cells. Both are public."""
 
     names: tuple[str, ...]
     delimiter: str
-
-
-@dataclass(frozen=True, slots=True)
-class TextColumn:
-    """A column of text: ``values[codes[i]]`` is the cell of record i, in its `canonical` form."""
-
-    values: tuple[str, ...]
-    codes: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class CsvTable:
-    """Columns by name. In a column of numbers NaN stands for a missing value.
-
-    ``lines`` is the line of the file on which each record begins, for messages to the operator.
-    """
-
-    source: str
-    numbers: Mapping[str, NDArray[np.float64]]
-    texts: Mapping[str, TextColumn]
-    lines: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.lines)
 
 
 def read_header(path: str | Path, delimiter: str | None = None) -> CsvHeader:
@@ -79,66 +56,37 @@ def read_header(path: str | Path, delimiter: str | None = None) -> CsvHeader:
 
 def read_table(
     path: str | Path, header: CsvHeader, *, numbers: Collection[str], texts: Collection[str]
-) -> CsvTable:
+) -> Table:
     """The columns ``numbers`` as float64 (what is not a number is NaN) and ``texts`` as codes; others are skipped.
 
     Blank lines are skipped. A row with more or fewer cells than the header is refused.
     """
     places = {name: place for place, name in enumerate(header.names)}
     parts: dict[str, list[NDArray[np.float64]]] = {name: [] for name in numbers}
-    coders = {name: _Coder() for name in texts}
+    coders = {name: TextCoder() for name in texts}
     codes: dict[str, list[NDArray[np.int64]]] = {name: [] for name in texts}
     lines: list[NDArray[np.int64]] = []
     for rows, begins in _chunks(path, header):
         cells = list(zip(*rows, strict=True))
         for name, found in parts.items():
-            found.append(_as_numbers(cells[places[name]]))
+            found.append(parsed_numbers(cells[places[name]]))
         for name, coder in coders.items():
             coded = map(coder.__getitem__, cells[places[name]])
             codes[name].append(np.fromiter(coded, np.int64, count=len(rows)))
         lines.append(np.array(begins, dtype=np.int64))
     if not lines:
         raise InputError(f"{path} has a header but no records")
-    return CsvTable(
+    all_lines = np.concatenate(lines)
+    return Table(
         source=str(path),
         numbers={name: np.concatenate(found) for name, found in parts.items()},
         texts={
             name: TextColumn(tuple(coders[name].values_seen), np.concatenate(found))
             for name, found in codes.items()
         },
-        lines=np.concatenate(lines),
+        rows=len(all_lines),
+        lines=all_lines,
     )
-
-
-class _Coder(dict[str, int]):
-    """Cell -> code, in order of first appearance; cells with one canonical form share a code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values_seen: list[str] = []
-        self._codes: dict[str, int] = {}
-
-    def __missing__(self, cell: str) -> int:
-        name = canonical(cell)
-        code = self._codes.setdefault(name, len(self.values_seen))
-        if code == len(self.values_seen):
-            self.values_seen.append(name)
-        self[cell] = code
-        return code
-
-
-def _as_numbers(cells: Sequence[str]) -> NDArray[np.float64]:
-    try:
-        return np.array([float(cell) if cell else math.nan for cell in cells])
-    except ValueError:
-        return np.array([_as_number(cell) for cell in cells])
-
-
-def _as_number(cell: str) -> float:
-    try:
-        return float(cell)
-    except ValueError:
-        return math.nan
 
 
 def _chunks(path: str | Path, header: CsvHeader) -> Iterator[tuple[list[list[str]], list[int]]]:
@@ -176,7 +124,7 @@ def _check_names(path: str | Path, names: Sequence[str]) -> None:
             )
         if name in names[: place - 1]:
             raise InputError(f"{path}: the column name {shown(name)} is there twice, rename one")
-    if all(not math.isnan(_as_number(name)) for name in names):
+    if all(not math.isnan(parsed_number(name)) for name in names):
         raise InputError(
             f"{path}: the first line must hold the names of the columns, found numbers: {listed(names)}"
         )

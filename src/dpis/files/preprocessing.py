@@ -10,6 +10,7 @@ Every rule acts on one record alone and uses public numbers only:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from dpis.errors import InputError
 from dpis.files.arrays import Arrays
-from dpis.files.csv_table import CsvTable, TextColumn
+from dpis.files.packed_table import PackedTable
 from dpis.files.schema import canonical, checked_bounds, checked_names, shown
+from dpis.files.table import AnyTable, Table, TextColumn
 from dpis.files.targets import (
     Bounds,
     ClassTarget,
@@ -33,6 +35,14 @@ from dpis.files.targets import (
     part_from_json,
     unit_scaled,
 )
+from dpis.stored_rows import KEPT_IN_MEMORY, consecutive
+from dpis.stored_rows import Column as FeatureColumn
+
+Features = FeatureColumn
+"""In memory, or on disk and made when they are asked for."""
+
+FORMAT = "encoded 1"
+"""How rows on disk become features: another number, where they would become others."""
 
 OTHER = "missing/other"
 """The category of values that are missing or were not declared."""
@@ -158,12 +168,21 @@ class TablePreprocessing(_Preprocessing):
         """Columns to read as text, the target left out."""
         return tuple(c.name for c in self.columns if isinstance(c, CategoricalColumn))
 
-    def encode(self, table: CsvTable) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, table: AnyTable) -> tuple[Features, torch.Tensor]:
         """Features and targets."""
         return self.encode_features(table), self.encode_targets(table)
 
-    def encode_features(self, table: CsvTable) -> torch.Tensor:
-        """Features alone, float32 ``[N, d]`` in ``[-1, 1]``; the table needs no target."""
+    def encode_features(self, table: AnyTable) -> Features:
+        """Features alone, float32 ``[N, d]`` in ``[-1, 1]``; the table needs no target. Of one on disk, row by row."""
+        if isinstance(table, PackedTable):
+            return table.rows.each(
+                lambda rows: self._features(table.table_of(rows.numpy())),
+                json.dumps([FORMAT, table.in_rows, table.names, self.to_json()["columns"]]),
+            )
+        assert isinstance(table, Table)
+        return self._features(table)
+
+    def _features(self, table: Table) -> torch.Tensor:
         features = np.zeros((len(table), *self.record_shape), dtype=np.float32)
         start = 0
         for column in self.columns:
@@ -175,7 +194,7 @@ class TablePreprocessing(_Preprocessing):
             start = end
         return torch.from_numpy(features)
 
-    def encode_targets(self, table: CsvTable) -> torch.Tensor:
+    def encode_targets(self, table: AnyTable) -> torch.Tensor:
         """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
         return encode_table_targets(self.target, table)
 
@@ -198,12 +217,12 @@ class ArrayPreprocessing(_Preprocessing):
         if not isinstance(divide, bool):
             raise InputError(f"divide_by_255 must be true or false, found {shown(divide)}")
 
-    def encode(self, arrays: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, arrays: Arrays) -> tuple[Features, torch.Tensor]:
         """Features and targets."""
         return self.encode_features(arrays), self.encode_targets(arrays)
 
-    def encode_features(self, arrays: Arrays) -> torch.Tensor:
-        """Features alone, float32 ``[N, *record_shape]``.
+    def encode_features(self, arrays: Arrays) -> Features:
+        """Features alone, float32 ``[N, *record_shape]``. Of a large file that is mapped, row by row.
 
         Raises:
             InputError: another shape or type than the model was trained on, or values that are not finite.
@@ -218,6 +237,20 @@ class ArrayPreprocessing(_Preprocessing):
             raise InputError(
                 f"{arrays.source}: features must be {needed}, found {found.dtype}: convert them as the training data"
             )
+        if (stored := arrays.stored) is not None and 4 * found.size > KEPT_IN_MEMORY:
+            recipe = f"{FORMAT} {self.divide_by_255}"
+            return stored.each(lambda rows: self._features(arrays.source, rows.numpy()), recipe)
+        return self._features(arrays.source, found, 0)
+
+    def look_through(self, arrays: Arrays) -> None:
+        """Refuse features that cannot be used; of what is read row by row none was looked at before."""
+        if arrays.stored is not None and 4 * arrays.features.size > KEPT_IN_MEMORY:
+            for places in consecutive(arrays.stored):
+                self._features(arrays.source, arrays.stored.read(places), int(places[0]))
+
+    def _features(
+        self, source: str, found: NDArray[np.generic], before: int | None = None
+    ) -> torch.Tensor:
         if self.divide_by_255:
             return torch.from_numpy(found).to(torch.float32) / 255.0
         if (
@@ -226,16 +259,17 @@ class ArrayPreprocessing(_Preprocessing):
             and max(abs(int(found.max())), abs(int(found.min()))) > LARGEST_EXACT
         ):
             raise InputError(
-                f"{arrays.source}: whole numbers above {LARGEST_EXACT:,} are not exact in float32: scale the features "
+                f"{source}: whole numbers above {LARGEST_EXACT:,} are not exact in float32: scale the features "
                 "by public numbers and store them as floats"
             )
         with np.errstate(over="ignore"):
             features = found.astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(features.reshape(len(features), -1)).all(axis=1))
         if len(bad):
+            first = "" if before is None else f", the first is record {before + bad[0] + 1}"
             what = "1 record has" if len(bad) == 1 else f"{len(bad):,} records have"
             raise InputError(
-                f"{arrays.source}: {what} features that are not finite in float32, the first is record {bad[0] + 1}; "
+                f"{source}: {what} features that are not finite in float32{first}; "
                 "remove or impute them before, by a rule that looks at each record alone: that rule is part of the "
                 "mechanism"
             )
@@ -290,8 +324,8 @@ def preprocessing_from_json(data: object) -> Preprocessing:
 class EncodedRecords:
     """Records as tensors, with the preprocessing that made them."""
 
-    features: torch.Tensor
-    """float32, ``[N, ...]``."""
+    features: Features
+    """float32, ``[N, ...]``; in memory, or read by index."""
 
     targets: torch.Tensor
     """int64 labels or float32 numbers in ``[-1, 1]``, ``[N]``."""
@@ -301,12 +335,8 @@ class EncodedRecords:
     """``[N]``, users numbered from 0 in order of first appearance."""
 
 
-def encode_table_targets(target: Target, table: CsvTable) -> torch.Tensor:
+def encode_table_targets(target: Target, table: AnyTable) -> torch.Tensor:
     """Labels (int64) or scaled numbers (float32), of shape ``[N]``."""
-
-    def where(record: int) -> str:
-        return f"line {table.lines[record]} of {table.source}"
-
     if isinstance(target, ClassTarget):
-        return target.of_text(table.texts[target.name], where)
-    return target.of_numbers(table.numbers[target.name], where)
+        return target.of_text(table.text(target.name), table.where)
+    return target.of_numbers(table.number(target.name), table.where)

@@ -13,12 +13,13 @@ import torch
 
 from dpis.errors import InputError
 from dpis.files.array_records import RawArrays, open_arrays, read_arrays_again
-from dpis.files.preprocessing import FilePreprocessing, TablePreprocessing
+from dpis.files.columnar import COLUMNAR_SUFFIXES, is_columnar
+from dpis.files.preprocessing import Features, FilePreprocessing, TablePreprocessing
 from dpis.files.schema import Schema
 from dpis.files.table_records import RawTable, open_table, read_table_again
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
-ARRAY_SUFFIXES = (".npz", ".pt", ".pth")
+TABLE_SUFFIXES = (".csv", ".tsv", ".txt", *COLUMNAR_SUFFIXES)
+ARRAY_SUFFIXES = (".npy", ".npz", ".pt", ".pth")
 
 RawRecords = RawTable | RawArrays
 
@@ -29,27 +30,30 @@ def open_records(
     schema: Schema | None = None,
     release_scale: bool = False,
     delimiter: str | None = None,
+    anew: bool = False,
 ) -> RawRecords:
     """Read a file and hold it against what was declared.
 
     Args:
-        path: a ``.csv`` table or ``.npz`` / ``.pt`` arrays.
+        path: a table (``.csv``, Parquet, Arrow, a folder of a Hugging Face dataset) or arrays (``.npz``, ``.pt``, a
+            folder of ``.npy``). What does not fit in memory is read by index.
         schema: what is declared about the columns and the target.
         release_scale: undeclared columns are numeric, their bounds to be released.
         delimiter: of a table; otherwise the header tells.
+        anew: do not use what is kept of the file in a cache.
 
     Raises:
         InputError: a file that cannot be read, a column that nothing was said about, labels without a class.
     """
     path, schema = Path(path), schema or Schema()
     if _is_table(path):
-        return open_table(path, schema, release_scale, delimiter)
+        return open_table(path, schema, release_scale, delimiter, anew=anew)
     return open_arrays(path, schema, release_scale, delimiter)
 
 
 def encode_evaluation(
     path: str | Path, preprocessing: FilePreprocessing, *, delimiter: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Features, torch.Tensor]:
     """Features and targets of another file, prepared exactly as those a model was trained on."""
     path = _like_those_trained_on(path, preprocessing)
     if isinstance(preprocessing, TablePreprocessing):
@@ -61,7 +65,7 @@ def encode_evaluation(
 
 def encode_features(
     path: str | Path, preprocessing: FilePreprocessing, *, delimiter: str | None = None
-) -> torch.Tensor:
+) -> Features:
     """Features of another file, to predict from; targets and further columns are ignored, if there are any."""
     path = _like_those_trained_on(path, preprocessing)
     if isinstance(preprocessing, TablePreprocessing):
@@ -78,16 +82,21 @@ def _like_those_trained_on(path: str | Path, preprocessing: FilePreprocessing) -
         raise InputError(f"{path}: the model was trained on a table, so a table is needed (.csv)")
     if not of_tables and _is_table(path):
         raise InputError(
-            f"{path}: the model was trained on arrays, so arrays are needed (.npz, .pt)"
+            f"{path}: the model was trained on arrays, so arrays are needed (.npz, .npy, .pt)"
         )
     return path
 
 
 def _is_table(path: Path) -> bool:
+    if "\0" in str(path):
+        raise InputError(f"a path cannot hold the character NUL, found {str(path)!r}")
+    if path.is_dir():
+        return is_columnar(path)
     suffix = path.suffix.lower()
     if suffix not in TABLE_SUFFIXES + ARRAY_SUFFIXES:
         raise InputError(
-            f"{path}: a file of records is one of {' '.join(TABLE_SUFFIXES + ARRAY_SUFFIXES)}, found {suffix!r}"
+            f"{path}: a file of records is one of {' '.join(TABLE_SUFFIXES + ARRAY_SUFFIXES)}, found {suffix!r}; a "
+            "folder holds .npy files or a Hugging Face dataset"
         )
     if not path.exists():
         raise InputError(f"there is no file {path}: check the name")

@@ -72,16 +72,15 @@ def sensitivity(columns: int) -> float:
 
 
 def bucket_counts(
-    columns: Sequence[NDArray[np.float64]], user_ids: NDArray[np.generic] | None = None
+    columns: Sequence[NDArray[np.float64]], weights: NDArray[np.float64] | None = None
 ) -> torch.Tensor:
     """Exact counts, float64 ``[columns, CELLS]``: octaves, then parts. Private until noise is added.
 
     Args:
         columns: arrays of one length; NaN is a missing value and counts nowhere.
-        user_ids: one a row, if a record is a user.
+        weights: one a row, if a record is a user: `one_over_rows`.
     """
     counts = np.zeros((len(columns), CELLS))
-    weights = None if user_ids is None else _one_over_rows(user_ids)
     for column, out in zip(columns, counts, strict=True):
         known = ~np.isnan(column)
         values = np.clip(column[known], _PART_EDGES[0], _PART_EDGES[-1])
@@ -164,7 +163,8 @@ class _Column:
         return begin if lower else end
 
 
-def _one_over_rows(user_ids: NDArray[np.generic]) -> NDArray[np.float64]:
+def one_over_rows(user_ids: NDArray[np.generic]) -> NDArray[np.float64]:
+    """What each row of a user counts, so that all of them together count once."""
     codes = codes_by_appearance(user_ids)
     shares: NDArray[np.float64] = 1.0 / np.bincount(codes)[codes]
     return shares

@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.csv_table import CsvHeader, CsvTable, read_header, read_table
+from dpis.files.columnar import ColumnarFile, is_columnar, open_columnar
+from dpis.files.csv_table import CsvHeader, read_header, read_table
+from dpis.files.packed_table import read_columns
 from dpis.files.preprocessing import (
     CategoricalColumn,
     Column,
@@ -20,8 +22,9 @@ from dpis.files.preprocessing import (
     TablePreprocessing,
     encode_table_targets,
 )
-from dpis.files.scaling import bucket_counts
+from dpis.files.scaling import bucket_counts, one_over_rows
 from dpis.files.schema import FROM_DATA, Schema, listed, shown
+from dpis.files.table import AnyTable
 from dpis.files.targets import (
     Bounds,
     ClassTarget,
@@ -40,7 +43,7 @@ from dpis.files.users import may_be_rounded, names_no_user
 class RawTable:
     """A table that was read, before any private release."""
 
-    table: CsvTable
+    table: AnyTable
     columns: tuple[Column | str, ...]
     """In the order of the file; a bare name is a column whose bounds must be released."""
 
@@ -67,11 +70,25 @@ class RawTable:
 
         Private until noise is added: see `dpis.files.scaling`.
         """
-        chosen = np.arange(len(self)) if rows is None else rows
-        users = None if self.user_ids is None else self.user_ids[chosen]
-        return bucket_counts(
-            [self.table.numbers[n][chosen] for n in self.columns_to_release], users
-        )
+        counted = np.ones(len(self), dtype=bool)
+        if rows is not None:
+            counted[:] = False
+            counted[rows] = True
+        shares = None
+        if self.user_ids is not None:
+            shares = np.zeros(len(self))
+            shares[counted] = one_over_rows(self.user_ids[counted])
+        names, start = self.columns_to_release, 0
+        counts = bucket_counts([np.zeros(0) for _ in names])
+        for block in self.table.blocks():
+            here = slice(start, start + len(block))
+            chosen = counted[here]
+            counts += bucket_counts(
+                [block.number(n)[chosen] for n in names],
+                None if shares is None else shares[here][chosen],
+            )
+            start = here.stop
+        return counts
 
     def preprocessing(self, bounds: Sequence[Bounds] = ()) -> TablePreprocessing:
         """What makes tensors; ``bounds`` are the released ones, in the order of `columns_to_release`."""
@@ -98,26 +115,44 @@ class RawTable:
     @property
     def private_notes(self) -> tuple[str, ...]:
         """Signs that a declaration does not fit the data. They tell about it: for the operator's terminal only."""
-        notes = []
-        for column in self.columns:
-            name = column if isinstance(column, str) else column.name
-            if isinstance(column, CategoricalColumn):
-                places = column.places(self.table.texts[name])
-                odd, what = places == len(column.categories), "missing or none of its categories"
-            else:
-                values = self.table.numbers[name]
-                odd, what = np.isnan(values), "empty or not a number"
-                if isinstance(column, NumericColumn) and 2 * odd.sum() < len(odd):
+        absent, outside = np.zeros((2, len(self.columns)), dtype=np.int64)
+        for block in self.table.blocks():
+            for place, column in enumerate(self.columns):
+                name = column if isinstance(column, str) else column.name
+                if isinstance(column, CategoricalColumn):
+                    places = column.places(block.text(name))
+                    absent[place] += (places == len(column.categories)).sum()
+                    continue
+                values = block.number(name)
+                absent[place] += np.isnan(values).sum()
+                if isinstance(column, NumericColumn):
                     low, high = column.bounds
-                    odd, what = (values < low) | (values > high), "outside its bounds"
-            if 2 * odd.sum() >= len(odd):
-                notes.append(f"column {name!r}: {odd.sum():,} of {len(odd):,} values are {what}")
+                    outside[place] += ((values < low) | (values > high)).sum()
+        notes, rows = [], len(self)
+        for column, lacking, beyond in zip(self.columns, absent, outside, strict=True):
+            of_text = isinstance(column, CategoricalColumn)
+            name = column if isinstance(column, str) else column.name
+            odd, what = (
+                lacking,
+                "missing or none of its categories" if of_text else "empty or not a number",
+            )
+            if 2 * lacking < rows and not of_text:
+                odd, what = beyond, "outside its bounds"
+            if 2 * odd >= rows:
+                notes.append(f"column {name!r}: {odd:,} of {rows:,} values are {what}")
         return tuple(notes)
 
 
-def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str | None) -> RawTable:
-    """Read a table and hold it against what was declared."""
-    header = read_header(path, delimiter)
+def open_table(
+    path: Path,
+    schema: Schema,
+    release_scale: bool,
+    delimiter: str | None,
+    *,
+    anew: bool = False,
+) -> RawTable:
+    """Read a table and hold it against what was declared; ``anew``: without what was kept of it in a cache."""
+    header = _open_file(path, delimiter)
     _check_declared(path, header, schema)
     target = schema.target or ""
     feature_names = [
@@ -140,12 +175,15 @@ def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str |
     (numbers if classes is None else texts).append(target)
     if schema.user_column is not None:
         texts.append(schema.user_column)
-    table = read_table(path, header, numbers=numbers, texts=texts)
+    if isinstance(header, ColumnarFile) and schema.user_column is not None:
+        header.refuse_inexact_users(schema.user_column)
+    whole = [name for name in (target, schema.user_column) if name is not None]
+    table = _read(path, header, numbers, texts, whole, anew=anew)
     learnt: Target
     if classes is None:
         learnt = NumberTarget(target, schema.bounds[target])
     else:
-        learnt = class_target(target, classes, list(table.texts[target].values))
+        learnt = class_target(target, classes, list(table.values(target)))
     return RawTable(
         table=table,
         columns=tuple(_column(table, schema, name) for name in feature_names),
@@ -155,7 +193,33 @@ def open_table(path: Path, schema: Schema, release_scale: bool, delimiter: str |
     )
 
 
-def _check_declared(path: Path, header: CsvHeader, schema: Schema) -> None:
+def _open_file(path: Path, delimiter: str | None) -> CsvHeader | ColumnarFile:
+    if not is_columnar(path):
+        return read_header(path, delimiter)
+    if delimiter is not None:
+        raise InputError(
+            f"{path}: a delimiter stands between the cells of text; this file has none"
+        )
+    return open_columnar(path)
+
+
+def _read(
+    path: Path,
+    header: CsvHeader | ColumnarFile,
+    numbers: Sequence[str],
+    texts: Sequence[str],
+    whole: Sequence[str],
+    *,
+    anew: bool = False,
+) -> AnyTable:
+    """Columns of a file; those of text in memory, others too if they fit."""
+    if isinstance(header, CsvHeader):
+        return read_table(path, header, numbers=numbers, texts=texts)
+    header.refuse_unfit(numbers, texts)
+    return read_columns(header, numbers=numbers, texts=texts, whole=whole, anew=anew)
+
+
+def _check_declared(path: Path, header: CsvHeader | ColumnarFile, schema: Schema) -> None:
     if schema.target is None:
         raise InputError(
             f"{path}: which column is to be learnt? Give --target one of {listed(header.names)}"
@@ -186,28 +250,28 @@ def _check_declared(path: Path, header: CsvHeader, schema: Schema) -> None:
         )
 
 
-def _column(table: CsvTable, schema: Schema, name: str) -> Column | str:
+def _column(table: AnyTable, schema: Schema, name: str) -> Column | str:
     if name in schema.bounds:
         return NumericColumn(name, schema.bounds[name])
     if name not in schema.categories:
         return name
     categories = schema.categories[name]
     if categories == FROM_DATA:
-        found = distinct_names(list(table.texts[name].values))
+        found = distinct_names(list(table.values(name)))
         check_few(name, "categories", found)
         return CategoricalColumn(name, found, Origin.CONFIRMED)
     return CategoricalColumn(name, tuple(categories))
 
 
-def _users(table: CsvTable, column: str) -> NDArray[np.int64]:
+def _users(table: AnyTable, column: str) -> NDArray[np.int64]:
     """Whose every row is, users numbered from 0 in order of first appearance."""
-    users = table.texts[column]
+    users = table.text(column)
     nameless = [code for code, value in enumerate(users.values) if names_no_user(value)]
     if nameless:
         bad = np.flatnonzero(np.isin(users.codes, nameless))
         raise InputError(
-            f"{table.source}: {len(bad):,} of {len(table):,} rows have no user in {column!r}, the first on line "
-            f"{table.lines[bad[0]]}: whose they are decides what is protected; remove them or name the user"
+            f"{len(bad):,} of {len(table):,} rows have no user in {column!r}, the first is "
+            f"{table.where(int(bad[0]))}: whose they are decides what is protected; remove them or name the user"
         )
     if rounded := [value for value in users.values if may_be_rounded(value)]:
         raise InputError(
@@ -223,9 +287,9 @@ def read_table_again(
     delimiter: str | None,
     *,
     with_target: bool,
-) -> CsvTable:
+) -> AnyTable:
     """The columns that a preprocessing needs, of another file."""
-    header = read_header(path, delimiter)
+    header = _open_file(path, delimiter)
     numbers, texts = list(preprocessing.number_columns), list(preprocessing.text_columns)
     target = preprocessing.target
     if with_target:
@@ -235,4 +299,4 @@ def read_table_again(
         raise InputError(
             f"{path} has no column {listed(lacking)}, which is needed; its columns are {listed(header.names)}"
         )
-    return read_table(path, header, numbers=numbers, texts=texts)
+    return _read(path, header, numbers, texts, [target.name] if with_target else [])

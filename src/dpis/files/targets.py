@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from dpis.errors import InputError
-from dpis.files.csv_table import TextColumn
 from dpis.files.schema import (
     FROM_DATA,
     Names,
@@ -29,6 +28,7 @@ from dpis.files.schema import (
     listed,
     shown,
 )
+from dpis.files.table import TextColumn
 
 Task = Literal["classification", "regression"]
 

@@ -97,6 +97,10 @@ def train(
     privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
     group = current_group()
+    if training.check_data and not resume:
+        raise InputError(
+            "check_data compares data with that of an interrupted run: give resume=True too"
+        )
     device = to_device(training.device)
     model = checked_model(model).to(device)
     share_weights(model, group)
@@ -125,7 +129,13 @@ def train(
     reporter: Reporter = (
         progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
     )
-    return Trainer(run, task, reporter=reporter, keep_checkpoint=training.keep_checkpoint).train()
+    return Trainer(
+        run,
+        task,
+        reporter=reporter,
+        keep_checkpoint=training.keep_checkpoint,
+        check_data=training.check_data,
+    ).train()
 
 
 def _records(

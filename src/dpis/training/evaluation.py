@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpis import batches
-from dpis.batches import tensors_of
+from dpis.batches import columns_of
 from dpis.errors import InputError
+from dpis.stored_rows import StoredRows, blocks_of, rows_at_once
 
 Metric = Callable[[Any, Any], Tensor]
 """``metric(output, target)``: one value a row; they are averaged over all rows."""
@@ -174,9 +175,12 @@ def require_numbers(tensors: Iterable[Tensor]) -> None:
 
 
 def _batches(held_out: HeldOut) -> Iterator[Any]:
-    tensors = tensors_of(held_out.dataset)
-    if tensors and held_out.collate_fn is None:
-        for start in range(0, len(tensors[0]), ROWS_AT_ONCE):
-            yield tuple(tensor[start : start + ROWS_AT_ONCE] for tensor in tensors)
+    dataset = held_out.dataset
+    if held_out.collate_fn is None and (columns := columns_of(dataset)):
+        stored = [
+            rows_at_once(column.shape) for column in columns if isinstance(column, StoredRows)
+        ]
+        at_once = min([ROWS_AT_ONCE, *stored])
+        yield from zip(*(blocks_of(column, at_once) for column in columns), strict=True)
         return
     yield from DataLoader(held_out.dataset, batch_size=ROWS_AT_ONCE, collate_fn=held_out.collate_fn)

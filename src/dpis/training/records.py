@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpis import batches
-from dpis.batches import Batch, tensors_of
+from dpis.batches import Batch, columns_of
 from dpis.coupling.items import (
     AugmentProbe,
     Collate,
@@ -28,6 +28,7 @@ from dpis.errors import InputError
 from dpis.files.users import UserIndex, choose_rows, group_by_user
 from dpis.generators import ItemChance, chance_of, seeded_generators, torch_generator
 from dpis.randomness import Key, Stream
+from dpis.stored_rows import Places, StoredRows, rows_at_once, rows_of
 
 Augment = Callable[[Batch, torch.Generator], Batch]
 """``augment(batch, generator)``: every row changed at random, independently of all other rows."""
@@ -164,22 +165,35 @@ class Records:
             own: only these records.
         """
         own = range(len(self)) if own is None else own
-        at_once = max(1, ROWS_AT_ONCE // self.rows_per_record)
+        stored = [c for c in columns_of(self.dataset) if isinstance(c, StoredRows)]
+        most_rows = min([ROWS_AT_ONCE, *(rows_at_once(column.shape) for column in stored)])
+        at_once = max(1, most_rows // self.rows_per_record)
         for start in range(own.start, own.stop, at_once):
             some = np.arange(start, min(start + at_once, own.stop), dtype=np.int64)
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
             batch = self._fetch(rows, _Chances(key, "all-", str(start), epoch))
             yield Rows(self._repeated(batch), self._repeated_presence(present), self._taken_pairs())
 
-    def raw_rows(self, key: Key) -> Iterator[Any]:
-        """All rows of the data set in their order, as they are: for a fingerprint."""
-        if tensors := tensors_of(self.dataset):
-            yield from tensors
-            return
-        count = len(self.dataset)  # type: ignore[arg-type]
-        for start in range(0, count, ROWS_AT_ONCE):
-            with seeded_generators(key.stream("fingerprint", start)):
-                yield self._items(range(start, min(start + ROWS_AT_ONCE, count)))
+    def places(self, records: range) -> Places:
+        """The rows of consecutive records, record by record."""
+        if self._users is None:
+            return np.arange(records.start, records.stop)
+        offsets = self._users.offsets
+        return self._users.rows[offsets[records.start] : offsets[records.stop]]
+
+    def owners(self, records: range) -> list[tuple[str, int]]:
+        """Of consecutive records, each a user: who it is, and how many rows it has. Empty: records are rows."""
+        if self._users is None or self.user_ids is None:
+            return []
+        index, ids = self._users, self.user_ids
+        return [(str(ids[index.rows_of(user)[0]]), len(index.rows_of(user))) for user in records]
+
+    def raw_items(self, key: Key, places: Places) -> Iterator[list[Any]]:
+        """The items of these rows as they are, some at a time: for a fingerprint."""
+        for start in range(0, len(places), ROWS_AT_ONCE):
+            some = places[start : start + ROWS_AT_ONCE]
+            with seeded_generators(key.stream("fingerprint", int(some[0]))):
+                yield self._items(some.tolist())
 
     def _rows_of(
         self, records: npt.NDArray[np.int64], key: Key, purpose: str, step: int
@@ -192,10 +206,9 @@ class Records:
         return rows.reshape(-1), torch.as_tensor(present, device=self.device)
 
     def _fetch(self, rows: npt.NDArray[np.int64], chances: _Chances) -> Batch:
-        tensors = tensors_of(self.dataset)
-        if tensors and self.collate_fn is default_collate:
-            index = torch.from_numpy(rows)
-            batch: Batch = tuple(t.index_select(0, index.to(t.device)) for t in tensors)
+        columns = columns_of(self.dataset)
+        if columns and self.collate_fn is default_collate:
+            batch: Batch = tuple(rows_of(column, rows) for column in columns)
         else:
             items = self._drawn_items(rows.tolist(), chances)
             batch = self._collated_items(items, chances.of_batch)

@@ -24,7 +24,7 @@ from dpis.gradients import RecordGradients
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.runs.folder import Replacement, write_whole
 from dpis.sampling import Draw
-from dpis.training.data_fingerprint import Fingerprint, fingerprint
+from dpis.training.data_fingerprint import DataFingerprint, Fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import card_of, loader_source, model_bytes, weights_digest
@@ -59,6 +59,7 @@ class Trainer:
         task: what is trained.
         reporter: who is told how it goes.
         keep_checkpoint: leave the secret checkpoint in the folder after completion.
+        check_data: read all data again on resume, not only what changed by size or time.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Trainer:
         *,
         reporter: Reporter | None = None,
         keep_checkpoint: bool = False,
+        check_data: bool = False,
     ) -> None:
         self.run, self.task = run, task
+        self._check_data = check_data
         self._mechanism, self._group = run.mechanism, run.group
         self._reporter: Reporter = Silent() if reporter is None or not run.group.leads else reporter
         self._keep_checkpoint = keep_checkpoint
@@ -344,20 +347,19 @@ class Trainer:
 
     def _take_up(self) -> None:
         """Stand where the last checkpoint stood, over the same data; or take the first."""
+        state = self.run.training
         with self._group.together():
             identity = identity_of(self.task, self._evaluation_layers)
-            data = fingerprint(self.task.records, self.run.key)
-        held_out = self._try_metrics()
-        for name, value in (*identity.items(), ("data", data), ("held-out data", held_out)):
+        data, held_out = self._data_now(state), self._try_metrics()
+        for name, value in (*identity.items(), ("held-out data", held_out)):
             self._group.require_same(value, name)
         self._identity_saved, self._data, self._held_out = identity, data, held_out
-        state = self.run.training
         if state is None:
             self._require_same_weights()
             self._save()
             return
         changed = [name for name, value in identity.items() if state["identity"].get(name) != value]
-        if state["data"] != data:
+        if state["data"]["fingerprint"] != data["fingerprint"]:
             changed.append("the data or its order")
         if state["held_out"] != held_out:
             changed.append("the held-out data or its order")
@@ -379,6 +381,18 @@ class Trainer:
         if not self._group.leads:
             self._progress.gradient_evaluations = 0  # rank 0 goes on counting for all
         self._mechanism.load_state_dict(state["mechanism"], self.run.own)
+
+    def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """A fingerprint of the data; what lies in files that are as they were is not read again."""
+        known = {} if state is None or self._check_data else state["data"]["known"]
+        shards = self._mechanism.sampler.shards
+        seen = DataFingerprint(self.task.records, self.run.key, shards, known)
+        with self._group.together():
+            own = seen.own_digests()
+        of_ranks = self._group.gathered((own, seen.known))
+        digests = [digest for theirs, _ in of_ranks for digest in theirs]
+        known = {name: one for _, theirs in of_ranks for name, one in theirs.items()}
+        return {"fingerprint": seen.combined(digests), "known": known}
 
     def _save(self) -> None:
         task = self.task

@@ -65,7 +65,11 @@ def train(
     **options: Any,
 ) -> None:
     """Train a private model: without arguments, DPIS on a sample of Fashion-MNIST."""
-    keep_checkpoint = options.pop("keep_checkpoint")
+    keep_checkpoint, check_data = options.pop("keep_checkpoint"), options.pop("check_data")
+    if check_data and resume is None:
+        raise InputError(
+            "--check-data compares data with that of an interrupted run: give --resume too"
+        )
     asked = typed({"dataset": dataset, **options})
     if resume is not None and asked:
         flags = ", ".join(sorted(JobOptions.called(name) for name in asked))
@@ -83,7 +87,9 @@ def train(
     reporter = ProgressBar(Console(stderr=True))
     try:
         if resume is not None:
-            job = resume_job(resume, reporter, keep_checkpoint=keep_checkpoint)
+            job = resume_job(
+                resume, reporter, keep_checkpoint=keep_checkpoint, check_data=bool(check_data)
+            )
         else:
             job = start_job(JobOptions.from_json(asked), reporter, keep_checkpoint=keep_checkpoint)
     except InterruptedRunError as saved:  # typer says nothing of what is a KeyboardInterrupt

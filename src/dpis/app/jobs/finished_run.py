@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from dpis.app.jobs.job_options import SAMPLE, is_file
 from dpis.app.jobs.pipeline import Content, Pipeline
@@ -19,6 +18,7 @@ from dpis.files.reading import encode_evaluation, encode_features
 from dpis.models.kinds import ModelKind, model_kind
 from dpis.runs.folder import RunFolder
 from dpis.runs.summary import read_summary
+from dpis.stored_rows import Column, RowsDataset, blocks_of
 from dpis.training.api import to_device
 from dpis.training.evaluation import HeldOut, evaluate, evaluating, metrics_of
 from dpis.training.model_file import ModelCard, build, load_card, load_weights
@@ -42,7 +42,7 @@ class FinishedRun:
         self.device = to_device(device)
         self._path = folder.model
 
-    def model(self, example: Tensor) -> nn.Module:
+    def model(self, example: Column) -> nn.Module:
         """The trained network, for inputs like the example."""
         outputs = 1 if self.card.classes is None else len(self.card.classes)
         if self.card.architecture is not None:
@@ -72,7 +72,7 @@ def evaluate_run(
     run = FinishedRun(path, device)
     features, targets = _evaluation_data(run, data, delimiter)
     inputs = run.pipeline.inputs(features)
-    held_out = HeldOut(TensorDataset(inputs, targets), metrics_of(run.card.task))
+    held_out = HeldOut(RowsDataset(inputs, targets), metrics_of(run.card.task))
     metrics = evaluate(run.model(inputs), held_out, run.device).metrics
     if any(math.isnan(value) for value in metrics.values()):
         raise InputError(
@@ -137,7 +137,7 @@ def predict_file(
     inputs = run.pipeline.inputs(features)
     model = run.model(inputs)
     with evaluating(model):
-        parts = [model(part.to(run.device)).cpu() for part in torch.split(inputs, ROWS_AT_ONCE)]
+        parts = [model(part.to(run.device)).cpu() for part in blocks_of(inputs, ROWS_AT_ONCE)]
     return preprocessing.decode_predictions(torch.cat(parts))
 
 

@@ -29,14 +29,15 @@ from dpis.files.preprocessing import (
 from dpis.files.schema import listed
 from dpis.files.targets import ClassTarget
 from dpis.models.kinds import Inputs
+from dpis.stored_rows import Column, StoredRows, changed
 
 GROUPS = 27
 """Of normalised scatter features: every group is three of the 81 channels of a grey image, nine of the 243 of a colour
 image."""
 
 Progress = Callable[[int, int], None]
-Content = Tensor | tuple[str, ...]
-"""Arrays or rows of numbers; texts."""
+Content = Tensor | StoredRows | tuple[str, ...]
+"""Arrays or rows of numbers, in memory or on disk; texts."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +57,30 @@ class Pipeline:
     scale: ChannelScale | None = None
     colours: Colours = Colours.RGB
 
-    def inputs(self, records: Content, progress: Progress | None = None) -> Tensor:
+    def inputs(self, records: Content, progress: Progress | None = None) -> Column:
         """What the model takes, from what `preprocessing` made."""
         return self.normalised(self.described(records, progress))
 
-    def described(self, records: Content, progress: Progress | None = None) -> Tensor:
-        """The records as tensors, before they are normalised."""
-        if not isinstance(records, Tensor):
+    def described(self, records: Content, progress: Progress | None = None) -> Column:
+        """The records as rows of numbers, before they are normalised."""
+        if isinstance(records, tuple):
             return self._from_texts(records)
-        features = records[:, None] if records.ndim == 3 else records  # grey images: one channel
+        features = records
+        if records.ndim == 3:  # grey images: one channel
+            features = changed(records, lambda images: images[:, None], "one channel")
         if self.kind is not Inputs.SCATTERED:
             return features
         if self.colours is Colours.OPPONENT:
-            features = opponent(features)
+            features = changed(features, opponent, "opponent")
         return scatter_features(features, progress=progress)
 
-    def normalised(self, features: Tensor) -> Tensor:
+    def normalised(self, features: Column) -> Column:
         """Scatter features brought to one scale; other features as they are."""
         if self.kind is not Inputs.SCATTERED:
             return features
         if self.scale is not None:
-            return self.scale(features)
-        return group_normalise(features, GROUPS)
+            return changed(features, self.scale, f"{self.scale}")
+        return changed(features, lambda rows: group_normalise(rows, GROUPS), f"groups {GROUPS}")
 
     def _from_texts(self, texts: tuple[str, ...]) -> Tensor:
         if self.kind is Inputs.WORDS:

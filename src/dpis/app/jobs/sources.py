@@ -30,6 +30,7 @@ from dpis.files.targets import ClassTarget
 from dpis.mechanism import Mechanism
 from dpis.mechanism.mechanism import APPLIED_NOISE
 from dpis.randomness import Key
+from dpis.stored_rows import taken
 
 SCALE = "scale"
 """The ledger's label of released column bounds."""
@@ -72,7 +73,8 @@ class RecordSource:
         image_shape: of one image; None for tables and texts.
         user_level: whether a record is a user with all of their rows.
         releases: what must be released, and paid for, before the records can be encoded.
-        notes: private signs that a declaration does not fit: for the operator's terminal only.
+        look_through: refuses what cannot be used among records that were not read yet, and returns private signs that
+            a declaration does not fit, for the operator's terminal only. Once is enough: not needed to go on.
     """
 
     name: str
@@ -83,7 +85,7 @@ class RecordSource:
     image_shape: tuple[int, ...] | None
     user_level: bool = False
     releases: tuple[Release, ...] = ()
-    notes: tuple[str, ...] = ()
+    look_through: Callable[[], tuple[str, ...]] = tuple
 
     @property
     def of_texts(self) -> bool:
@@ -97,10 +99,10 @@ class RecordSource:
         return isinstance(made, ArrayPreprocessing) and made.divide_by_255
 
 
-def open_source(options: JobOptions, key: Key) -> RecordSource:
-    """The records that the options name."""
+def open_source(options: JobOptions, key: Key, *, anew: bool = False) -> RecordSource:
+    """The records that the options name; ``anew``: read without what a cache keeps of them."""
     if is_file(options.dataset):
-        return _file_source(options, key)
+        return _file_source(options, key, anew=anew)
     for name, one in shell_knobs().items():
         if name in options.said and (one.group == OF_FILES or name == "eval_data"):
             raise InputError(
@@ -156,9 +158,9 @@ def _named_source(data: ImageDataset | TextDataset, share: float | None, key: Ke
 
 
 def _rows(records: Content, rows: npt.NDArray[np.int64]) -> Content:
-    if isinstance(records, Tensor):
-        return records[torch.from_numpy(rows)]
-    return tuple(records[row] for row in rows)
+    if isinstance(records, tuple):
+        return tuple(records[row] for row in rows)
+    return taken(records, rows)
 
 
 def _unit_pixels(records: Content) -> Content:
@@ -168,13 +170,14 @@ def _unit_pixels(records: Content) -> Content:
 # ── a file of the user's own ─────────────────────────────────────────────────────────────────────────
 
 
-def _file_source(options: JobOptions, key: Key) -> RecordSource:
+def _file_source(options: JobOptions, key: Key, *, anew: bool) -> RecordSource:
     """Held-out records come from another file, or are chosen by coins."""
     raw = open_records(
         options.dataset,
         schema=_schema(options),
         release_scale=options.release_scale,
         delimiter=options.delimiter,
+        anew=anew,
     )
     other_file = options.eval_data
     if other_file is not None and _same_file(options.dataset, other_file):
@@ -197,13 +200,13 @@ def _file_source(options: JobOptions, key: Key) -> RecordSource:
         """With bounds released where none were declared."""
         made = raw.encode(_bounds(raw, rows, mechanism))
         train, rest = torch.from_numpy(rows), torch.from_numpy(others)
-        evaluated = made.features[rest], made.targets[rest]
+        evaluated = taken(made.features, others), made.targets[rest]
         if other_file is not None:
             evaluated = encode_evaluation(
                 other_file, made.preprocessing, delimiter=options.delimiter
             )
         return Encoded(
-            made.features[train],
+            taken(made.features, rows),
             made.targets[train],
             *evaluated,
             preprocessing=made.preprocessing,
@@ -219,7 +222,7 @@ def _file_source(options: JobOptions, key: Key) -> RecordSource:
         image_shape=raw.image_shape,
         user_level=users is not None,
         releases=(Release(SCALE, SCALE_NOISE_MULTIPLIER),) if raw.columns_to_release else (),
-        notes=raw.private_notes,
+        look_through=lambda: raw.private_notes,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dpis.app.jobs.job_options import JobOptions
 from dpis.app.jobs.pipeline import Pipeline
@@ -39,6 +39,7 @@ from dpis.mechanism.secret_state import load_secret_state
 from dpis.models.kinds import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
+from dpis.stored_rows import Column, RowsDataset, StackedRows, StoredRows, changed
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
 from dpis.training.api import OPTIMIZERS, to_device
 from dpis.training.evaluation import metrics_of
@@ -65,7 +66,9 @@ def start_job(
     return _Job(options, key, reporter, keep_checkpoint).run(resume=None)
 
 
-def resume_job(path: Path, reporter: Reporter, *, keep_checkpoint: bool = False) -> JobResult:
+def resume_job(
+    path: Path, reporter: Reporter, *, keep_checkpoint: bool = False, check_data: bool = False
+) -> JobResult:
     """Go on with the interrupted job in that folder: everything is as it was asked for then."""
     saved = load_secret_state(RunFolder(path).checkpoint, "options")
     recipe = saved["options"]["recipe"]
@@ -74,17 +77,24 @@ def resume_job(path: Path, reporter: Reporter, *, keep_checkpoint: bool = False)
             f"{path} was started from Python, not by `dpis train`: resume it there with resume=True"
         )
     key = Key(saved["key"], saved["seed"])
-    return _Job(JobOptions.from_json(recipe["job"]), key, reporter, keep_checkpoint).run(path)
+    options = JobOptions.from_json(recipe["job"])
+    return _Job(options, key, reporter, keep_checkpoint, check_data).run(path)
 
 
 class _Job:
     """One job; what is fixed before any record is looked at comes first."""
 
     def __init__(
-        self, options: JobOptions, key: Key, reporter: Reporter, keep_checkpoint: bool
+        self,
+        options: JobOptions,
+        key: Key,
+        reporter: Reporter,
+        keep_checkpoint: bool,
+        check_data: bool = False,
     ) -> None:
         self._options, self._key = options, key
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
+        self._check_data = check_data
         self._device = to_device(options.device)
         self._system = system(options.method)
 
@@ -92,7 +102,7 @@ class _Job:
         """Everything from reading the data to the released model."""
         began = time.monotonic()
         options = self._options
-        source = open_source(options, self._key)
+        source = open_source(options, self._key, anew=self._check_data)
         kind = model_kind(model_name(options, self._system, source))
         require_fit(options, kind, source)
         if "max_rows_per_user" in options.said and not source.user_level:
@@ -100,7 +110,7 @@ class _Job:
         config = make_config(options, kind, source)
         task = self._task(source, kind, config, None)  # errors come before anything is written
         if resume is None:
-            for note in (*source.notes, *_note_on_count(options.n_public, source)):
+            for note in (*source.look_through(), *_note_on_count(options.n_public, source)):
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
         if releases(options, source):  # the task above was a rehearsal, with made-up statistics
@@ -110,7 +120,13 @@ class _Job:
             except BaseException:
                 run.discard() if resume is None else run.close()
                 raise
-        trainer = Trainer(run, task, reporter=self._reporter, keep_checkpoint=self._keep_checkpoint)
+        trainer = Trainer(
+            run,
+            task,
+            reporter=self._reporter,
+            keep_checkpoint=self._keep_checkpoint,
+            check_data=self._check_data,
+        )
         result = trainer.train()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
@@ -164,10 +180,10 @@ class _Job:
         with seeded_torch(self._key.stream("weights", 0)):
             return kind.build(shape, outputs).to(self._device)
 
-    def _records(self, inputs: Tensor, encoded: Encoded, changes: _Changes) -> Records:
+    def _records(self, inputs: Column, encoded: Encoded, changes: _Changes) -> Records:
         by_user = encoded.user_ids is not None
         return Records(
-            TensorDataset(inputs, encoded.targets),
+            _dataset(inputs, encoded.targets),
             user_ids=encoded.user_ids,
             max_rows_per_user=self._options.max_rows_per_user if by_user else 1,
             views=1 + len(changes.views),
@@ -182,7 +198,7 @@ class _Job:
         kind: ModelKind,
         views: tuple[View, ...],
         mechanism: Mechanism | None,
-    ) -> tuple[Pipeline, Tensor]:
+    ) -> tuple[Pipeline, Column]:
         """How inputs are made, and those of the training records: of every view, ``[records, views, ...]``."""
         colours = Colours(self._options.colours or Colours.RGB)
         unscaled = Pipeline(encoded.preprocessing, kind.inputs, colours=colours)
@@ -192,12 +208,21 @@ class _Job:
         inputs = pipeline.normalised(features)
         if not views:
             return pipeline, inputs
+        if isinstance(inputs, StoredRows):
+            assert isinstance(encoded.features, StoredRows)
+            others = [
+                pipeline.inputs(changed(encoded.features, view, f"view {place}"))
+                for place, view in enumerate(views, start=1)
+            ]
+            return pipeline, StackedRows([inputs, *others])  # type: ignore[list-item]
         assert isinstance(encoded.features, Tensor)
         every = inputs.new_empty(len(inputs), 1 + len(views), *inputs.shape[1:])
         every[:, 0] = inputs
         del features, inputs  # one view is large enough
         for place, view in enumerate(views, start=1):
-            every[:, place] = pipeline.inputs(view(encoded.features))
+            of_view = pipeline.inputs(view(encoded.features))
+            assert isinstance(of_view, Tensor)
+            every[:, place] = of_view
         return pipeline, every
 
 
@@ -206,7 +231,13 @@ def _held_out(pipeline: Pipeline, encoded: Encoded) -> HeldOut | None:
     if not len(inputs):
         return None
     task = encoded.preprocessing.target.task
-    return HeldOut(TensorDataset(inputs, encoded.held_out_targets), metrics_of(task))
+    return HeldOut(_dataset(inputs, encoded.held_out_targets), metrics_of(task))
+
+
+def _dataset(inputs: Column, targets: Tensor) -> Dataset[Any]:
+    if isinstance(inputs, StoredRows):
+        return RowsDataset(inputs, targets)
+    return TensorDataset(inputs, targets)
 
 
 @dataclass(frozen=True)
@@ -228,7 +259,7 @@ def _changes(options: JobOptions, kind: ModelKind) -> _Changes:
     return _Changes(augment=augmentation, augmentations=options.augmentations)
 
 
-def _scale(features: Tensor, mechanism: Mechanism | None) -> ChannelScale:
+def _scale(features: Column, mechanism: Mechanism | None) -> ChannelScale:
     """Of the channels, from two noisy releases. Without a mechanism made up: a rehearsal spends nothing."""
     channels = features.shape[1]
     if mechanism is None:
