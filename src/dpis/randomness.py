@@ -19,8 +19,8 @@ leaves 36 of 128 bits.
 
 **Coins by shard.** The coins of a step are a function of ``(key, purpose, step, shard, position)``, so every process
 tosses those of its own shards, and all processes together toss what one alone would (`Coins`). Nothing is used twice:
-purpose and step make the key of a cipher, as above, and the block that a coin is read from consists of shard and
-position, 64 bits each. A shard's position only goes forward.
+purpose and step make the key of a cipher, as above, and the block that two coins are made from, one of each half,
+consists of shard and position, 64 bits each. A shard's position only goes forward.
 
 **Floating point.** Numbers are rounded, and a mechanism proven for real numbers is only approximated
 (Mironov, On Significance of the Least Significant Bits for Differential Privacy, CCS 2012). What is done:
@@ -265,9 +265,7 @@ class Coins:
         blocks = np.empty((total, 2), dtype="<u8")
         blocks[:, 0] = shards.repeat(counts)
         blocks[:, 1] = (self._forward(shards, counts) - ends).repeat(counts) + np.arange(total)
-        buffer = np.empty(
-            16 * total + 15, dtype=np.uint8
-        )  # the cipher may ask for room for a block
+        buffer = np.empty(16 * total + 15, dtype=np.uint8)  # the cipher may want another block
         self._cipher.update_into(blocks.view(np.uint8), buffer)
         return _centres(buffer[: 16 * total].view("<u8")).reshape(total, 2)
 

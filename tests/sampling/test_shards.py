@@ -187,6 +187,17 @@ def test_records_keep_their_numbers_in_every_process() -> None:
     assert np.flatnonzero(np.isfinite(sampler._last_norms)).tolist() == places.tolist()
 
 
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+def test_nobody_owns_nothing_and_goes_on(make: Make) -> None:
+    idle = make(Shards(100, 4, 2, 2))
+    draw = idle.draw(1.0, KEY.coins("draw", 0))
+    assert len(draw) == 0
+    idle.observe(draw.indices, draw.importance)
+    idle.set_clip_norm(0.5)
+    idle.load_state_dict(idle.state_dict())
+    assert idle.population == 100
+
+
 def test_records_of_others_are_refused() -> None:
     sampler = ImportanceSampler(Shards.of_rank(100, 4, 1, 4), 1.0, headroom=3.0)
     for stranger in (24, 50):

@@ -77,7 +77,7 @@ class Header:
     unit: Unit = Unit.RECORD
     """Who is protected; n_public counts these."""
     shards: int = 1
-    """How many parts the records were in, each with coins of its own. A ledger that does not say it has one.
+    """How many parts the records were in, each with coins of its own; 1 where a ledger says nothing about it.
 
     No claim depends on it. Whoever repeats the draws, by the same key on another number of processes, needs it.
     """

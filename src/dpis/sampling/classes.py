@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ class RecordClasses:
 
     Attributes:
         order: the records by shard and class, int32. The order within a class has no meaning, but draws depend on it.
+        classes: how many a shard has.
         bounds: class ``c`` of shard ``s`` is group ``g = s · classes + c``: ``order[bounds[g]:bounds[g + 1]]``.
     """
 
@@ -68,20 +70,21 @@ class RecordClasses:
         count = len(order)
         if np.any(sizes < 0) or not np.array_equal(sizes.sum(axis=1), np.diff(shard_bounds)):
             raise InputError("the state of a sampler is damaged: its classes do not add up")
-        shards = np.repeat(np.arange(len(sizes), dtype=np.int32), np.diff(shard_bounds))
-        if not (
-            np.all(order >= shard_bounds[:-1].astype(np.int32)[shards])
-            and np.all(order < shard_bounds[1:].astype(np.int32)[shards])
-        ):
-            raise InputError(
-                "the state of a sampler is damaged: it names records that do not exist"
-            )
+        for begin, end in pairwise(shard_bounds.tolist()):
+            own = order[begin:end]
+            if end > begin and not (own.min() >= begin and own.max() < end):
+                raise InputError(
+                    "the state of a sampler is damaged: it names records that do not exist"
+                )
         named = np.zeros(count, dtype=bool)
-        named[order] = True
+        for part in slices(count):
+            named[order[part]] = True
         if not named.all():
             raise InputError("the state of a sampler is damaged: a record occurs twice")
         restored = cls(np.zeros(count, dtype=np.uint8), sizes.shape[1], shard_bounds)
-        restored._put(order, np.arange(count))
+        for part in slices(count):
+            records = order[part]
+            restored._put(records, np.arange(part.start, part.start + len(records)))
         restored.bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         return restored
 
@@ -103,7 +106,9 @@ class RecordClasses:
         """The class of every record."""
         labels = np.empty(len(self.order), dtype=np.uint8)
         classes = np.tile(np.arange(self.classes, dtype=np.uint8), len(self._shard_bounds) - 1)
-        labels[self.order] = np.repeat(classes, np.diff(self.bounds))
+        by_place = np.repeat(classes, np.diff(self.bounds))
+        for part in slices(len(labels)):
+            labels[self.order[part]] = by_place[part]
         return labels
 
     def move(self, records: Integers, labels: Integers) -> None:

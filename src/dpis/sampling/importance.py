@@ -57,6 +57,7 @@ class ImportanceSampler:
     ) -> None:
         floor = USUAL_FLOOR * clip_norm if floor is None else floor
         self._shards = shards
+        self._own_bounds = shards.boundaries - shards.records.start  # among own records
         self._estimate = Estimate(clip_norm, headroom, floor)
         self._last_norms = np.full(len(shards.records), UNSEEN, dtype=np.float32)
         self._classes = RecordClasses(
@@ -190,7 +191,9 @@ class ImportanceSampler:
         for begin, end in pairwise(bounds.tolist()):
             order[begin:end] += np.int32(begin)
         sizes = _joined([part["sizes"] for part in parts], np.int64)
-        classes = RecordClasses.restore(order, sizes.reshape(len(parts), -1), bounds)
+        classes = RecordClasses.restore(
+            order, sizes.reshape(len(parts), len(estimate.bounds)), bounds
+        )
         if not np.array_equal(classes.all_labels(), _labels(norms, estimate)):
             raise InputError("the state of a sampler is damaged: records are in the wrong classes")
         self._estimate, self._last_norms, self._classes = estimate, norms, classes
@@ -206,11 +209,6 @@ class ImportanceSampler:
                 "another sum gives both away. Put the states of all processes together. Nothing was changed"
             )
         return [shards[number] for number in self._shards.numbers.tolist()]
-
-    @property
-    def _own_bounds(self) -> npt.NDArray[np.int64]:
-        """Where each own shard begins, and the last one ends, among own records."""
-        return self._shards.boundaries - self._shards.records.start
 
     def _of_shard(self, table: npt.NDArray[Any], shard: int) -> npt.NDArray[Any]:
         begin, end = self._own_bounds[shard : shard + 2]
@@ -256,4 +254,5 @@ def _tensor(table: npt.NDArray[Any]) -> Tensor:
 
 def _joined(tables: Sequence[Tensor], dtype: type[np.generic]) -> npt.NDArray[Any]:
     """One behind the other, in a table of their own."""
-    return np.concatenate([np.zeros(0, dtype), *(table.numpy() for table in tables)]).astype(dtype)
+    joined = np.concatenate([np.zeros(0, dtype), *(table.numpy() for table in tables)])
+    return joined.astype(dtype, copy=False)
