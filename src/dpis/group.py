@@ -252,20 +252,24 @@ class Ranks(Group):
         """Each slice goes over the wire once."""
         received = torch.empty_like(slices)
         with self._connected():
-            dist.all_to_all_single(received, slices)
+            dist.all_to_all_single(received, slices, group=self._group_of(slices))
         return received
 
     def collected(self, own: Tensor) -> Tensor:
         """Each slice goes over the wire to every other rank."""
         everything = own.new_empty(self.size * len(own))
         with self._connected():
-            dist.all_gather_single(everything, own)
+            dist.all_gather_single(everything, own, group=self._group_of(own))
         return everything.view(self.size, -1)
 
     def share(self, tensor: Tensor) -> None:
         """A broadcast."""
         with self._connected():
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0, group=self._group_of(tensor))
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        """The backend of an accelerator carries nothing that lies on the CPU."""
+        return self._words if tensor.device.type == "cpu" else None
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
