@@ -32,6 +32,7 @@ from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.options import Contribution, NormSum
 from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, Shards, UniformSampler
+from dpis.sampling.classes import slices
 
 APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
@@ -156,6 +157,7 @@ class Mechanism:
             raise InputError(
                 f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
             )
+        self.group.hear(self.place)
         privacy, epoch = self.plan.privacy, self.epoch + 1
         privacy.require_epoch(epoch)
         K_noisy = self._release_norm_sum(epoch, all_norms) if privacy.adapts else None
@@ -268,7 +270,9 @@ class Mechanism:
                     f"{'none' if all_norms is None else 'another number of them'}: take a full pass first. Nothing was "
                     "released"
                 )
-            self.sampler.observe(torch.arange(own.start, own.stop), all_norms)
+            for part in slices(found):  # what is sorted at once takes memory of its own
+                records = torch.arange(own.start, own.stop)[part]
+                self.sampler.observe(records, all_norms[part])
         return self._release_sum_of_norms(
             Occasion("norm-sum", epoch),
             bound=self.clip_norm,
