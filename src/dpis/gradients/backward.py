@@ -22,12 +22,20 @@ from dpis.gradients.rules.rule import (
     name_of,
     widened,
 )
+from dpis.gradients.sharding import Owners, Sharding
 from dpis.gradients.verdicts import Beyond, Placed, Plan
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
 def run_backward(
-    watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int, real: int
+    watch: Watch,
+    plan: Plan,
+    total_loss: Tensor,
+    records: int,
+    rows: int,
+    real: int,
+    sharding: Sharding,
+    turns: Sequence[Owners],
 ) -> dict[str, list[Part]]:
     """Run backward, and give every parameter a part for each of its uses.
 
@@ -38,22 +46,34 @@ def run_backward(
         records: how many there are.
         rows: how many rows they have together.
         real: only the losses of the first so many records are in the sum.
+        sharding: how the model is sharded.
+        turns: which sharded modules are gathered once more, one turn after the other, for the rules that read them.
     """
-    uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
+    uses = [use for use in watch.uses if sharding.is_sharded or is_placed(use, plan)]
     parts: dict[str, list[Part]] = defaultdict(list)
-    gradients = watch.backward(total_loss, uses)
-    with torch.no_grad():
-        for use, grads in zip(uses, gradients, strict=True):
-            if all(grad is None for grad in grads):
-                continue  # the loss does not depend on it
-            layouts = layouts_of(use, plan, rows) or ()
-            if real < records:
-                refuse_gradients_of(slice(real, None), records, use, grads, layouts)
-            for tensor, factor in _factors(use, grads, layouts):
-                folded = factor.fold(factor.records // records)
-                for name, part in _parts(watch, (tensor, folded)):
-                    parts[name].append(part)
+    with sharding.ranks.inside_a_pass():
+        gradients = watch.backward(total_loss, uses)
+    needed = [sharding.needed_by(use, watch) for use in uses]
+    for owners in ((), *turns):
+        own = [i for i, modules in enumerate(needed) if real and modules == owners]
+        with sharding.gathered(owners), torch.no_grad():
+            for i in own:
+                use, grads = uses[i], gradients[i]
+                if all(grad is None for grad in grads) or not is_placed(use, plan):
+                    continue  # the loss does not depend on it, or the fallback sees to it
+                layouts = layouts_of(use, plan, rows) or ()
+                if real < records:
+                    refuse_gradients_of(slice(real, None), records, use, grads, layouts)
+                for tensor, factor in _factors(use, grads, layouts):
+                    folded = factor.fold(factor.records // records)
+                    for name, part in _parts(watch, (tensor, folded)):
+                        parts[name].append(part)
     return parts
+
+
+def is_placed(use: Use, plan: Plan) -> bool:
+    """Whether the plan knows where the records are in a use."""
+    return isinstance(plan.get(use.key), Placed)
 
 
 def left_to_fallback(watch: Watch, plan: Plan) -> dict[str, str]:

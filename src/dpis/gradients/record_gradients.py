@@ -152,15 +152,21 @@ class RecordGradients:
             present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
         """
         records, start = batches.records(batch, self._recorder.rows_per_record), 0
-        while start < records:
+        ranks = self._recorder.sharding.ranks
+        if ranks.size > 1:
+            self._recorder.prepare(batch if records else self._blank(batch), records and None)
+        while ranks.any(start < records):
+            if start == records:
+                yield self._recorder.record(self._blank(batch), None, 0)
+                continue
             most, left = self.chunk(batch), records - start
             size = most if self.fixed_shape else math.ceil(left / math.ceil(left / most))
             generators = torch.get_rng_state()
             try:
                 tape = self._chunk_tape(batch, present, start, size, min(size, left))
             except RuntimeError as error:
-                if size == 1 or not _out_of_memory(error):
-                    raise
+                if size == 1 or ranks.size > 1 or not _out_of_memory(error):
+                    raise  # one of several ranks cannot run again alone
                 self._chunk = size // 2
                 torch.set_rng_state(generators)
                 continue
@@ -182,10 +188,20 @@ class RecordGradients:
         shown = None if present is None else present[places]
         return self._recorder.record(chunk, shown, real)
 
+    def _blank(self, batch: Batch) -> Batch:
+        """A record of zeros: what a rank without records runs while another has some."""
+        K = self._recorder.rows_per_record
+
+        def zeros(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros([K, *(size or 1 for size in tensor.shape[1:])])
+
+        return batches.apply(zeros, batch)
+
     def chunk(self, batch: Batch) -> int:
         """How many records run at once, at most: fixed by the model, the sizes of one record and the machine."""
         if self._chunk is None:
-            self._recorder.prepare(batch)
+            if not self._recorder.ready:
+                self._recorder.prepare(batch)
             fitting = self._budget(batches.device(batch)) // max(1, self._recorder.bytes_per_record)
             most = LARGEST_CHUNK if batches.device(batch).type == "cpu" else fitting
             wanted = self._given_chunk or max(1, min(fitting, most))

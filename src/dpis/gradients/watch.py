@@ -125,7 +125,7 @@ class Watch(TorchFunctionMode):
         may_run_again: bool = True,
     ) -> None:
         super().__init__()
-        self.parameters = parameters
+        self.parameters = dict(parameters)
         self.uses: list[Use] = []
         self.ran_again = False
         self._replays = False
@@ -183,6 +183,16 @@ class Watch(TorchFunctionMode):
                 use.require_unchanged()  # the likely reason, in plain words
             raise
         return [[next(gradients) for _ in use.edges] for use in uses]
+
+    def know(self, name: str, tensor: Tensor) -> None:
+        """From now on, this tensor is (also) the parameter of that name."""
+        if id(tensor) not in self._sources:
+            self.parameters |= shown({name: tensor})
+            self._follow(self.parameters[name])
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a parameter, or made of parameters alone."""
+        return id(tensor) in self._sources
 
     def source_of(self, tensor: Tensor) -> ParameterSource:
         """Where a tensor that the watch follows comes from."""

@@ -113,6 +113,14 @@ class Rule(ABC):
     A rule is stateless: all it knows travels through ``saved``.
     """
 
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether `factors` reads the values of parameters, not their shapes alone.
+
+        A sharded model has freed them by then, and must gather them once more.
+        """
+        return True
+
     def run(self, call: Call) -> Ran:
         """Run the forward pass of the call and say what to keep.
 

@@ -1,0 +1,216 @@
+"""Models sharded by ``fully_shard``: which parameter is which tensor while a pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpis import batches
+from dpis.errors import GradientError, InputError
+from dpis.gradients.ranks import ProcessRanks, Ranks
+from dpis.gradients.rules.rule import Call
+from dpis.gradients.sharded_sums import Slice, require_rows
+from dpis.gradients.watch import Shown, Use, Watch, names_in
+
+# Indices of sharded modules that are gathered at the same time.
+Owners = tuple[int, ...]
+
+
+class Location(NamedTuple):
+    """Where a parameter is registered: tied ones are in several places."""
+
+    layer: nn.Module
+    attribute: str
+    name: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """What is registered there now."""
+        return self.layer._parameters.get(self.attribute)
+
+
+class Sharding:
+    """One process, one whole model: every parameter is the tensor it was registered as, and keeps its values."""
+
+    ranks = Ranks()
+    is_sharded = False
+
+    @contextmanager
+    def shown_to(self, watch: Watch) -> Iterator[None]:
+        """While the model runs, tell the watch which tensor is which parameter."""
+        yield
+
+    def is_still(self, name: str, before: Tensor, now: Tensor) -> bool:
+        """Whether what is registered under a name is the parameter that was."""
+        return now is before
+
+    def needed_by(self, use: Use, watch: Watch) -> Owners:
+        """The sharded modules whose values the factors of a use read; empty: none."""
+        return ()
+
+    @contextmanager
+    def gathered(self, owners: Owners) -> Iterator[None]:
+        """With the values of some sharded modules. Every rank asks for the same."""
+        yield
+
+
+class FullySharded(Sharding):
+    """What FSDP2 made of a model.
+
+    A sharded parameter is a `DTensor` of this rank's rows. While its module runs, FSDP2 registers a plain tensor of
+    full size in its place, and frees it afterwards. The calls of the model see the latter.
+
+    Args:
+        module: the root, to which ``fully_shard`` was applied after its blocks.
+    """
+
+    is_sharded = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [layer for layer in module.modules() if _is_sharded(layer)]
+        if not _is_sharded(module):
+            raise InputError(_NO_ROOT)
+        self.parameters = dict(module.named_parameters())
+        trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        for name, parameter in trainable.items():
+            require_rows(name, parameter)
+        self.ranks = ProcessRanks(_group_of(trainable))
+        for name, parameter in trainable.items():
+            Slice.of(name, parameter, self.ranks.rank)
+        self._locations = _by_owner(module, self.modules)
+        self._owner_of = {
+            location.name: index
+            for index, locations in enumerate(self._locations)
+            for location in locations
+        }
+        self._full: dict[str, Tensor] = {}
+        self._name_of: dict[int, str] = {}
+
+    @property
+    def half(self) -> bool:
+        """Whether the model is run in half precision."""
+        return any(full.dtype.itemsize < 4 for full in self._full.values())
+
+    def full(self, name: str) -> Tensor:
+        """The tensor that stands for a parameter while its module runs; its values come and go."""
+        return self._full[name]
+
+    @contextmanager
+    def shown_to(self, watch: Watch) -> Iterator[None]:
+        """Hooks that run right before and right after FSDP2's own."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if any(watch.follows(tensor) for tensor in batches.tensors((args, kwargs))):
+                raise GradientError(_PASSED_ON.format(type(module).__name__))
+
+        with ExitStack() as stack:
+            for index, module in enumerate(self.modules):
+
+                def after(_: nn.Module, args: Any, index: int = index) -> None:
+                    for name, tensor in self._look(index):
+                        watch.know(name, tensor)
+
+                for hook, first in ((before, True), (after, False)):
+                    handle = module.register_forward_pre_hook(
+                        hook, prepend=first, with_kwargs=first
+                    )
+                    stack.callback(handle.remove)
+            for index in range(len(self.modules)):
+                after(self.modules[index], (), index)  # gathered still, by an earlier pass
+            yield
+
+    def _look(self, index: int) -> Iterator[tuple[str, Tensor]]:
+        """The plain tensors that are registered in one sharded module now, if they require gradients."""
+        for location in self._locations[index]:
+            tensor = location.tensor
+            if tensor is not None and not isinstance(tensor, DTensor):
+                self._full[location.name] = tensor
+                self._name_of[id(tensor)] = location.name
+                if tensor.requires_grad:
+                    yield location.name, tensor
+
+    def is_still(self, name: str, before: Tensor, now: Tensor) -> bool:
+        """Sharded or gathered."""
+        return now is before or now is self._full.get(name)
+
+    def needed_by(self, use: Use, watch: Watch) -> Owners:
+        """Those of a call whose rule reads parameters, of frozen arguments, and of what was computed."""
+        names = set[str]()
+        for source in use.parameters:
+            if use.rule.reads_parameters or not isinstance(source, Shown):
+                names.update(names_in(source.label))
+        if isinstance(use.saved, Call):
+            frozen = (self._name_of.get(id(tensor)) for tensor in use.saved.inputs())
+            names.update(name for name in frozen if name is not None)
+        return tuple(sorted({self._owner_of[name] for name in names}))
+
+    @contextmanager
+    def gathered(self, owners: Owners) -> Iterator[None]:
+        """By FSDP2's own gathering, and freed again."""
+        for index in owners:
+            self.modules[index].unshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            for index in owners:
+                self.modules[index].reshard()  # type: ignore[operator]
+
+
+def sharding_of(module: nn.Module) -> Sharding:
+    """How a model is sharded, if it is."""
+    if not dist.is_available():
+        return Sharding()
+    sharded = any(isinstance(p, DTensor) for p in module.parameters())
+    return FullySharded(module) if sharded or _is_sharded(module) else Sharding()
+
+
+def _group_of(parameters: Mapping[str, Tensor]) -> dist.ProcessGroup | None:
+    """The processes over which all of them are sharded."""
+    meshes = {p.device_mesh: name for name, p in parameters.items() if isinstance(p, DTensor)}
+    if len(meshes) > 1:
+        raise InputError(_MESHES.format(*list(meshes.values())[:2]))
+    return next(iter(meshes)).get_group() if meshes else None
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
+def _by_owner(root: nn.Module, sharded: Sequence[nn.Module]) -> list[list[Location]]:
+    """Where the parameters of each sharded module are registered: in it, but in no sharded module inside it."""
+    index_of = {module: index for index, module in enumerate(sharded)}
+    name_of = {parameter: name for name, parameter in root.named_parameters()}
+    found: list[list[Location]] = [[] for _ in sharded]
+
+    def visit(layer: nn.Module, owner: int) -> None:
+        owner = index_of.get(layer, owner)
+        for attribute, parameter in layer._parameters.items():
+            if parameter is not None:
+                found[owner].append(Location(layer, attribute, name_of[parameter]))
+        for child in layer.children():
+            visit(child, owner)
+
+    visit(root, index_of[root])
+    return found
+
+
+_NO_ROOT = (
+    "The model itself must be sharded, not only some of its blocks: call fully_shard(block) for the blocks and then "
+    "fully_shard(model). Else its other parameters would go their own way on every rank."
+)
+_MESHES = (
+    "All trainable parameters must be sharded over one mesh of devices, but those of {} and {} are not. Their sums "
+    "would be added up over different ranks, and the noise would be wrong. Give fully_shard the same mesh everywhere."
+)
+_PASSED_ON = (
+    "A tensor that is computed from parameters alone must not be passed into a sharded module, but one was passed into "
+    "{}: FSDP replaces it there, and the gradients that arrive at it could not be followed, so nothing could be "
+    "clipped. Compute it inside of that module, or shard both together: leave out fully_shard for the inner one."
+)
