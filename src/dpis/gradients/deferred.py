@@ -87,12 +87,16 @@ class DeferredGradients:
             raise InputError("no parameter of the module requires a gradient: nothing to train")
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pass:
-        """One forward pass over at least one row."""
+        """One forward pass. For no rows a row of zeros is run, which weighs nothing: ranks run equally many passes."""
         inputs = self._exchanged((args, dict(kwargs)))
-        rows = batches.rows(inputs)
+        own = rows = batches.rows(inputs)
+        if not own:
+            inputs, rows = batches.apply(_one_of_zeros, inputs), 1
+            args, kwargs = self._exchanged(inputs)
         if self._output_dims is None:
             self._output_dims = self._dims_that_grow(inputs, rows)
-        forward = self._recorder.forward((*inputs, []), lambda: self.module(*args, **kwargs))
+        real = None if own else 0
+        forward = self._recorder.forward((*inputs, []), lambda: self.module(*args, **kwargs), real)
         watched = _open_to_gradients(forward.outputs)
         if not watched:
             raise InputError(NOTHING_TO_TRAIN)
@@ -101,12 +105,15 @@ class DeferredGradients:
             id(t): _full(b.detach()).requires_grad_() for t, b in zip(watched, by_row, strict=True)
         }
         device = batches.device(inputs).type
+        dims = [self._dim_of_rows(leaf, rows, i) for i, leaf in enumerate(leaves.values())]
+        shown = {
+            key: leaf if own else leaf.narrow(dim, 0, 0)
+            for (key, leaf), dim in zip(leaves.items(), dims, strict=True)
+        }
         return Pass(
-            outputs=batches.apply(lambda t: leaves.get(id(t), t), forward.outputs),
-            rows=rows,
-            leaves=[
-                (leaf, self._dim_of_rows(leaf, rows, i)) for i, leaf in enumerate(leaves.values())
-            ],
+            outputs=batches.apply(lambda t: shown.get(id(t), t), forward.outputs),
+            rows=own,
+            leaves=list(zip(leaves.values(), dims, strict=True)),
             inputs=inputs,
             precision=partial(
                 torch.autocast,
@@ -123,7 +130,7 @@ class DeferredGradients:
 
         May be called once for a pass: the graph of the forward pass is used up.
         """
-        if not passed.backward_done:
+        if passed.rows and not passed.backward_done:
             raise InputError("no gradient has arrived at the outputs: call loss.backward() first")
         arrived = [
             torch.zeros_like(leaf) if leaf.grad is None else scale * leaf.grad
@@ -256,6 +263,10 @@ def _full(tensor: Tensor) -> Tensor:
     """In float32 at least: a loss is not rounded to half precision on its way to the model."""
     halved = tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize
     return tensor.float() if halved else tensor
+
+
+def _one_of_zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros([size or 1 for size in tensor.shape])
 
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:

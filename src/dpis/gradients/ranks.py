@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpis.errors import DpisError
 
-AGREED, FAILED = 0, 1
+T = TypeVar("T")
 
 
 class RankError(DpisError, RuntimeError):
@@ -33,21 +33,17 @@ class Ranks:
 
     rank, size = 0, 1
 
-    def largest_of(self, value: int) -> int:
-        """The largest of all ranks' numbers. All must ask; who asks waits for the others."""
-        return value
-
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
-        return bool(self.largest_of(int(here)))
+        """Whether it is so on any rank. All must ask; who asks waits for the others."""
+        return here
 
-    def of_all(self, value: Any) -> list[Any]:
-        """What each rank has, in their order."""
+    def gathered(self, value: T) -> list[T]:
+        """What each rank has, in their order. Small: it is pickled."""
         return [value]
 
-    def slices_of_all(self, values: Tensor, sizes: list[int]) -> Tensor:
-        """Of each rank's ``values``, cut into one slice a rank: those that are this one's, ``[ranks, own size]``."""
-        return values.view(1, sizes[0])
+    def exchanged(self, slices: Tensor) -> Tensor:
+        """``[size, m]``, one slice for every rank, to the slices for this one: ``[size, m]``, in their order."""
+        return slices
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -70,29 +66,27 @@ class ProcessRanks(Ranks):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else None
+        on_cpu = "gloo" in dist.get_backend(group)
+        self._device = "cpu" if on_cpu else torch.accelerator.current_accelerator()
         self._depth, self._passing = 0, False
 
-    def largest_of(self, value: int) -> int:
-        """The largest of all ranks' numbers, unless one of them failed."""
-        failed, largest = self._agree(AGREED, value)
+    def any(self, here: bool) -> bool:
+        """One small message, unless a rank failed."""
+        failed, found = self._agree(well=True, here=here)
         if failed:
             self._raise_with_the_others(None)
-        return largest
+        return found
 
-    def of_all(self, value: Any) -> list[Any]:
-        """What each rank has, in their order."""
-        self.largest_of(0)
-        return self._gathered(value)
+    def gathered(self, value: T) -> list[T]:
+        """From all that are well."""
+        self.any(False)
+        return self._all(value)
 
-    def slices_of_all(self, values: Tensor, sizes: list[int]) -> Tensor:
-        """One exchange: each rank sends what it has of all others' slices."""
-        own = sizes[self.rank]
-        received = values.new_empty(self.size * own)
-        dist.all_to_all_single(
-            received, values.contiguous().view(-1), [own] * self.size, sizes, group=self._group
-        )
-        return received.view(self.size, own)
+    def exchanged(self, slices: Tensor) -> Tensor:
+        """Each slice goes over the wire once."""
+        received = torch.empty_like(slices)
+        dist.all_to_all_single(received, slices, group=self._group)
+        return received
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -104,7 +98,7 @@ class ProcessRanks(Ranks):
             raise
         except Exception as error:
             if self._depth == 1 and not self._passing:
-                self._agree(FAILED, 0)
+                self._agree(well=False, here=False)
                 self._raise_with_the_others(error)
             raise
         finally:
@@ -119,19 +113,19 @@ class ProcessRanks(Ranks):
         yield
         self._passing = False
 
-    def _agree(self, state: int, value: int) -> tuple[int, int]:
-        numbers = torch.tensor([state, value], dtype=torch.int64, device=self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-        failed, largest = numbers.tolist()
-        return failed, largest
+    def _agree(self, well: bool, here: bool) -> tuple[bool, bool]:
+        flags = torch.tensor([not well, here], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        failed, found = flags.tolist()
+        return bool(failed), bool(found)
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def _all(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
 
     def _raise_with_the_others(self, own: Exception | None) -> None:
-        causes = self._gathered(None if own is None else f"{type(own).__name__}: {own}")
+        causes = self._all(None if own is None else f"{type(own).__name__}: {own}")
         if own is None:
             rank, cause = next((r, cause) for r, cause in enumerate(causes) if cause is not None)
             raise RankError(

@@ -33,7 +33,7 @@ from dpis.gradients.call_plan import (
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradients, SlowGradientsWarning
-from dpis.gradients.layerwise import Comparison, backward_meeting, compare
+from dpis.gradients.layerwise import Comparison, backward_meeting, compare, same_sums
 from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.parts import Part, Place, without_overlap
 from dpis.gradients.sharding import Owners, sharding_of
@@ -168,7 +168,7 @@ class Recorder:
         if not self.sharding.ranks.any(not ready):
             return
         few = self._few(batch)
-        with self.undisturbed():
+        with self.sharding.ranks.all_or_none(), self.undisturbed():
             self._plan_on(few, blank)
             self._require_gradients(few, blank)
         self._planned, self._ready = True, self._ready or not blank
@@ -178,16 +178,16 @@ class Recorder:
         """Whether records of this rank were looked at."""
         return self._ready
 
-    def depends_on_place(self, batch: Batch) -> bool:
+    def depends_on_place(self, batch: Batch, real: int | None = None) -> bool:
         """Whether the last bits of norms change when the records of a batch change their places."""
         records = batches.records(batch, self.rows_per_record)
 
         def norms(shift: int) -> Tensor:
             places = torch.arange(records, device=batches.device(batch)).roll(shift)
             rolled = batches.take(batch, batches.rows_of_records(places, self.rows_per_record))
-            return self._record(rolled).norms().roll(-shift)
+            return self._record(rolled, real=real).norms().roll(-shift)
 
-        self.prepare(batch)
+        self.prepare(batch, real)
         with self.undisturbed(), without_dropout(self.module):
             in_order = norms(0)
             moved = [norms(shift) for shift in (1, records // 2 + 1, records - 3)]
@@ -200,6 +200,9 @@ class Recorder:
         A model that is random even without dropout has no gradient to compare: then they are said to agree.
         """
 
+        if self.sharding.is_sharded:
+            return self._fast_gradients_agree(one, other)
+
         def gradient(batch: Batch) -> Tensor:
             losses = self.objective(self.module, batch).sum()
             found = torch.autograd.grad(losses, list(self.parameters.values()), allow_unused=True)
@@ -211,8 +214,16 @@ class Recorder:
                 first, gradient(other), half
             )
 
+    def _fast_gradients_agree(self, one: Batch, other: Batch) -> bool:
+        """The same for a sharded model, parameter by parameter. All ranks ask, and have one answer."""
+        with self.sharding.ranks.all_or_none(), self.undisturbed(), without_dropout(self.module):
+            first, again, changed = (self._record(batch) for batch in (one, one, other))
+            half = self._half(one)
+            here = same_sums(first, changed, half) or not same_sums(first, again, half)
+            return not self.sharding.ranks.any(not here)
+
     def _half(self, batch: Batch) -> bool:
-        return torch.is_autocast_enabled(batches.device(batch).type)
+        return torch.is_autocast_enabled(batches.device(batch).type) or self.sharding.half
 
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
@@ -316,7 +327,7 @@ class Recorder:
             return
         wanted = {self.sharding.needed_by(use, watch) for use in watch.uses} - {(), *self._turns}
         if self.sharding.ranks.any(bool(wanted)):
-            new = {owners for theirs in self.sharding.ranks.of_all(wanted) for owners in theirs}
+            new = {owners for theirs in self.sharding.ranks.gathered(wanted) for owners in theirs}
             self._turns = sorted({*self._turns, *new})
 
     def _losses(self, watch: Watch, batch: Batch) -> Tensor:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from dpis.errors import InputError
 from dpis.gradients.ranks import Ranks
@@ -60,8 +61,11 @@ class Slice:
             full: this rank's sum, of the parameter's size.
             dtype: what it is sent in, float32 or better; the same on all ranks.
         """
-        slices = ranks.slices_of_all(full.to(dtype), list(self.sizes))
-        return slices.sum(0, dtype=torch.float64).view(self.shape)
+        flat, largest = full.to(dtype).contiguous().view(-1), self.sizes[0]
+        if largest * ranks.size != len(flat):  # the last ranks have fewer rows
+            flat = functional.pad(flat, (0, largest * ranks.size - len(flat)))
+        received = ranks.exchanged(flat.view(ranks.size, largest))[:, : self.shape.numel()]
+        return received.sum(0, dtype=torch.float64).view(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +95,9 @@ class ShardedSums:
             sums: as `Tape.weighted_sums` yields them; every rank has the same names in the same order.
         """
         for name, full in sums:
-            dtype = torch.promote_types(self.parameters[name].dtype, torch.float32)
-            yield name, self.slices[name].summed(self.ranks, full, dtype)
+            parameter = self.parameters[name]
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            yield name, self.slices[name].summed(self.ranks, full, dtype).to(parameter.device)
 
     def begins(self, layout: Mapping[str, int]) -> dict[str, int]:
         """Where in a step's noise the slices begin.

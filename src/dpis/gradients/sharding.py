@@ -39,6 +39,7 @@ class Sharding:
 
     ranks = Ranks()
     is_sharded = False
+    half = False
 
     @contextmanager
     def shown_to(self, watch: Watch) -> Iterator[None]:
