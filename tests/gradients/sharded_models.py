@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from dpis.gradients.deferred import DeferredGradients
 from dpis.gradients.record_gradients import RecordGradients
 from dpis.gradients.sharded_sums import ShardedSums
 
@@ -184,7 +185,7 @@ def inverse(norms: Tensor, _: Tensor | None = None) -> Tensor:
 class Sharded:
     """What a rank has of a sharded model."""
 
-    gradients: RecordGradients
+    gradients: RecordGradients | DeferredGradients
     dropped: int | None = None
     sums: ShardedSums = field(init=False)
 

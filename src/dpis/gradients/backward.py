@@ -51,7 +51,7 @@ def run_backward(
     """
     uses = [use for use in watch.uses if sharding.is_sharded or is_placed(use, plan)]
     parts: dict[str, list[Part]] = defaultdict(list)
-    with sharding.ranks.inside_a_pass():
+    with sharding.ranks.in_a_pass():
         gradients = watch.backward(total_loss, uses)
     needed = [sharding.needed_by(use, watch) for use in uses]
     for owners in ((), *turns):

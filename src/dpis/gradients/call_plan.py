@@ -107,7 +107,7 @@ def make_plan(
             moved = traced(constants, with_one_changed(three, record, K, keep_order=True))
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
-        gradients = gradients_of(moved, record, K)
+        gradients = gradients_of(moved, record, K, sharding.ranks)
         ran_again |= moved.watch.ran_again
         for key, verdict in judged.items():
             if isinstance(verdict, Placed):

@@ -17,6 +17,7 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
 from dpis.gradients.parts import without_overlap
+from dpis.gradients.ranks import Ranks
 from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.tape import Tape, full_precision
 
@@ -141,6 +142,11 @@ class DeferredGradients:
         total = torch.stack([product.float() for product in products]).sum()
         directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, passed.leaves, strict=True)]
         return self._recorder.tape(passed._forward, total, (*passed.inputs, directions))
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold the slices of a sharded model; of any other this one alone."""
+        return self._recorder.sharding.ranks
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """To look around with the model leaves no trace: neither in the random stream nor in the buffers."""

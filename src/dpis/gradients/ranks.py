@@ -47,12 +47,15 @@ class Ranks:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """What raises here, between two passes, raises on every rank, when that next asks anything."""
+        """What raises here, between two passes, raises on every rank, when that next asks or enters a pass."""
         yield
 
     @contextmanager
-    def inside_a_pass(self) -> Iterator[None]:
-        """What raises here cannot be told: the others wait in a collective of the model, not for an answer."""
+    def in_a_pass(self) -> Iterator[None]:
+        """Here the model's own collectives run. All ranks enter, or none.
+
+        What raises inside cannot be told: the others wait in a collective of the model, not for an answer.
+        """
         yield
 
 
@@ -66,8 +69,10 @@ class ProcessRanks(Ranks):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        on_cpu = "gloo" in dist.get_backend(group)
-        self._device = "cpu" if on_cpu else torch.accelerator.current_accelerator()
+        self._words = group
+        if dist.get_backend(group) != "gloo":  # small messages wait for no accelerator
+            own = None if group is None else dist.get_process_group_ranks(group)
+            self._words = dist.new_group(own, backend="gloo", use_local_synchronization=True)
         self._depth, self._passing = 0, False
 
     def any(self, here: bool) -> bool:
@@ -107,21 +112,22 @@ class ProcessRanks(Ranks):
                 self._passing = False
 
     @contextmanager
-    def inside_a_pass(self) -> Iterator[None]:
-        """Left by an exception, it stays: `all_or_none` then tells nobody."""
+    def in_a_pass(self) -> Iterator[None]:
+        """Left by an exception, it is never left: `all_or_none` then tells nobody."""
+        self.any(False)
         self._passing = True
         yield
         self._passing = False
 
     def _agree(self, well: bool, here: bool) -> tuple[bool, bool]:
-        flags = torch.tensor([not well, here], dtype=torch.int32, device=self._device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        flags = torch.tensor([not well, here], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._words)
         failed, found = flags.tolist()
         return bool(failed), bool(found)
 
     def _all(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self._words)
         return found
 
     def _raise_with_the_others(self, own: Exception | None) -> None:

@@ -339,7 +339,7 @@ class Recorder:
             stack.enter_context(_eagerly())
             stack.enter_context(_packed_order(self._recurrent, watch))
             stack.enter_context(self.sharding.shown_to(watch))
-            stack.enter_context(self.sharding.ranks.inside_a_pass())
+            stack.enter_context(self.sharding.ranks.in_a_pass())
             stack.enter_context(watch)
             return run()
 
@@ -425,7 +425,7 @@ class Recorder:
         asked = half_of(records).to(losses.device)
         total = losses[asked.repeat_interleave(self.rows_per_record)].sum()
         uses = [u for u in watch.uses if self.sharding.is_sharded or is_placed(u, self._plan)]
-        with self.sharding.ranks.inside_a_pass():
+        with self.sharding.ranks.in_a_pass():
             found = watch.backward(total, uses)
         for use, gradients in zip(uses, found, strict=True):
             layouts = layouts_of(use, self._plan, len(losses)) or ()
@@ -450,8 +450,7 @@ class Recorder:
         """One record of a tape against plain autograd; None: it only fills up."""
         place = torch.tensor([record], device=batches.device(few))
         own = batches.take(few, batches.rows_of_records(place, self.rows_per_record))
-        self.sharding.ranks.any(False)
-        with self.sharding.ranks.inside_a_pass(), torch.enable_grad(), _eagerly():
+        with self.sharding.ranks.in_a_pass(), torch.enable_grad(), _eagerly():
             loss = self._loss_of_record(self.module, own, None)
             if tape.records:
                 return compare(tape, record, loss)

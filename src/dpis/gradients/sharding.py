@@ -107,7 +107,7 @@ class FullySharded(Sharding):
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if any(watch.follows(tensor) for tensor in batches.tensors((args, kwargs))):
-                raise GradientError(_PASSED_ON.format(type(module).__name__))
+                raise GradientError(_PASSED_ON.format(type(module).__name__.removeprefix("FSDP")))
 
         with ExitStack() as stack:
             for index, module in enumerate(self.modules):
@@ -136,8 +136,12 @@ class FullySharded(Sharding):
                     yield location.name, tensor
 
     def is_still(self, name: str, before: Tensor, now: Tensor) -> bool:
-        """Sharded or gathered."""
-        return now is before or now is self._full.get(name)
+        """Sharded or gathered. What was gathered outside of our passes is freed to see: that takes no communication."""
+        if now is before or now is self._full.get(name):
+            return True
+        owner = self._owner_of[name]
+        self.modules[owner].reshard()  # type: ignore[operator]
+        return any(at.name == name and at.tensor is before for at in self._locations[owner])
 
     def needed_by(self, use: Use, watch: Watch) -> Owners:
         """Those of a call whose rule reads parameters, of frozen arguments, and of what was computed."""
@@ -153,8 +157,10 @@ class FullySharded(Sharding):
     @contextmanager
     def gathered(self, owners: Owners) -> Iterator[None]:
         """By FSDP2's own gathering, and freed again."""
-        for index in owners:
-            self.modules[index].unshard()  # type: ignore[operator]
+        if owners:
+            with self.ranks.in_a_pass():
+                for index in owners:
+                    self.modules[index].unshard()  # type: ignore[operator]
         try:
             yield
         finally:
