@@ -38,6 +38,7 @@ from tests.ranks import on_ranks, outcomes_on_ranks
 
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 RECORDS = 11
+FAST = ["mlp", "transformer", "convolutions", "adapters", "odd"]
 
 
 def shares(cut: int) -> list[slice]:
@@ -85,11 +86,32 @@ def require_exact(found: dict[Any, tuple[float, float]], most: float) -> None:
         assert sums < most, (key, sums)
 
 
-def test_norms_and_sums_are_those_of_one_process() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What each scenario gave, on every rank: two processes start once for all of them."""
+    by_rank = on_ranks(2, all_scenarios, seconds=120.0)
+    return {name: [own[name] for own in by_rank] for name in by_rank[0]}
+
+
+def all_scenarios(rank: int) -> dict[str, Any]:
+    return {
+        "exact": errors_of(rank, FAST, torch.float64, [4, 0]),
+        "dropped": errors_of(rank, ["mlp"], torch.float64, [4], dropped=1),
+        "step": one_step(rank),
+        "late": norms_over_time(rank),
+        "policies": by_policy(rank),
+        "refusals": refusals(rank),
+        "deferred": deferred(rank),
+        "peaks": peaks(rank),
+        "looks": looks(rank),
+    }
+
+
+def test_norms_and_sums_are_those_of_one_process(found: dict[str, list[Any]]) -> None:
     """The second draw has no record on rank 0, and the first has fewer chunks there."""
-    names = [own.id for own in CASES]
-    for found in on_ranks(2, errors_of, names, torch.float64, [4, 0]):
-        require_exact(found, EXACT[torch.float64])
+    for errors in found["exact"]:
+        assert len(errors) == 2 * len(FAST)
+        require_exact(errors, EXACT[torch.float64])
 
 
 @pytest.mark.slow
@@ -97,14 +119,14 @@ def test_norms_and_sums_are_those_of_one_process() -> None:
 @pytest.mark.parametrize("name", [own.id for own in CASES])
 def test_however_records_are_shared_out(name: str, dtype: torch.dtype) -> None:
     for cuts in ([0, 4], [RECORDS, 1, 0]):
-        for found in on_ranks(2, errors_of, [name], dtype, cuts):
-            require_exact(found, EXACT[dtype])
+        for errors in on_ranks(2, errors_of, [name], dtype, cuts):
+            require_exact(errors, EXACT[dtype])
 
 
-def test_a_dropped_sum_shows() -> None:
+def test_a_dropped_sum_shows(found: dict[str, list[Any]]) -> None:
     """Broken on purpose: rank 1 adds nothing."""
-    for found in on_ranks(2, errors_of, ["mlp"], torch.float64, [4], 1):
-        assert found["mlp", 4][1] > 0.1
+    for errors in found["dropped"]:
+        assert errors["mlp", 4][1] > 0.1
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -140,10 +162,10 @@ def one_step(rank: int) -> dict[str, float]:
     }
 
 
-def test_a_step_is_that_of_one_process_noise_included() -> None:
-    for found in on_ranks(2, one_step):
-        assert len(found) == 6
-        assert all(error < 1e-12 for error in found.values()), found
+def test_a_step_is_that_of_one_process_noise_included(found: dict[str, list[Any]]) -> None:
+    for own in found["step"]:
+        assert len(own) == 6
+        assert all(error < 1e-12 for error in own.values()), own
 
 
 def norms_over_time(rank: int) -> list[Any]:
@@ -161,9 +183,9 @@ def norms_over_time(rank: int) -> list[Any]:
     return found
 
 
-def test_a_rank_may_meet_its_first_record_late() -> None:
-    for found in on_ranks(2, norms_over_time):
-        require_exact(dict(enumerate(found)), EXACT[torch.float64])
+def test_a_rank_may_meet_its_first_record_late(found: dict[str, list[Any]]) -> None:
+    for own in found["late"]:
+        require_exact(dict(enumerate(own)), EXACT[torch.float64])
 
 
 # -- what FSDP2 can be told ------------------------------------------------------------------------
@@ -188,11 +210,11 @@ def by_policy(rank: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_policies() -> None:
+def test_policies(found: dict[str, list[Any]]) -> None:
     """In bf16 gradients are rounded, and norms fit the sums all the same: both are in float32."""
-    for found in on_ranks(2, by_policy):
-        require_exact({name: found[name] for name in ("offload", "kept")}, 1e-5)
-        require_exact({"bf16": found["bf16"]}, 0.05)
+    for own in found["policies"]:
+        require_exact({name: own[name] for name in ("offload", "kept")}, 1e-5)
+        require_exact({"bf16": own["bf16"]}, 0.05)
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -276,8 +298,8 @@ class Scaled(torch.autograd.Function):
         return grad * factor, (grad * x).sum(0)
 
 
-def test_what_cannot_be_treated_is_refused_in_plain_words() -> None:
-    for said in on_ranks(2, refusals):
+def test_what_cannot_be_treated_is_refused_in_plain_words(found: dict[str, list[Any]]) -> None:
+    for said in found["refusals"]:
         assert "fully_shard(model)" in said["no root"]
         assert "one-dimensional mesh" in said["two dimensions"]
         assert "placed by" in said["columns"]
@@ -341,9 +363,9 @@ def peaks(rank: int) -> tuple[float, float]:
     return measured.peak / whole, block / whole
 
 
-def test_nothing_of_the_models_size_is_ever_built() -> None:
+def test_nothing_of_the_models_size_is_ever_built(found: dict[str, list[Any]]) -> None:
     """Plan and checks included: one module runs, the next is gathered, one parameter's sum is exchanged."""
-    for peak, block in on_ranks(2, peaks):
+    for peak, block in found["peaks"]:
         assert block < peak < 4 * block < 0.6
 
 
@@ -372,6 +394,38 @@ def deferred(rank: int) -> list[tuple[float, float]]:
     return found
 
 
-def test_deferred_gradients_of_a_sharded_model() -> None:
-    for found in on_ranks(2, deferred):
-        require_exact(dict(enumerate(found)), 1e-6)  # directions are float32 at least
+def test_deferred_gradients_of_a_sharded_model(found: dict[str, list[Any]]) -> None:
+    for own in found["deferred"]:
+        require_exact(dict(enumerate(own)), 1e-6)  # directions are float32 at least
+
+
+# -- looks that data would decide ------------------------------------------------------------------
+
+
+def looks(rank: int) -> dict[str, Any]:
+    """Asked by all ranks together, rank 0 without a record; and how many passes each has run since."""
+    own = case("mlp")
+    module = sharded(own)
+    passes = []
+    module.register_forward_pre_hook(lambda *_: passes.append(1))
+    gradients = RecordGradients(module, nn.CrossEntropyLoss(), fixed_shape=True, chunk=4)
+    torch.manual_seed(0)
+    batch = own.rows(6, torch.float64)
+    mine = cut_out(batch, shares(0)[rank])
+    shaped = gradients.batch_shaped(mine)
+    here = mine if rank else gradients.blank(mine)
+    other = (here[0] + rank, here[1])
+    return {
+        "shaped": shaped,
+        "same": gradients.gradients_agree(here, here),
+        "other": gradients.gradients_agree(here, other),
+        "tapes": len(list(gradients.tapes(mine))),
+        "passes": len(passes),
+    }
+
+
+def test_ranks_look_together_and_have_one_answer(found: dict[str, list[Any]]) -> None:
+    first, second = found["looks"]
+    assert first == second
+    assert first["same"]
+    assert not first["other"]  # on rank 1 alone

@@ -164,7 +164,7 @@ class RecordGradients:
             self._prepare_together(batch)
         while ranks.any(start < records):
             if start == records:
-                yield self._recorder.record(self._blank(batch), None, 0)
+                yield self._recorder.record(self.blank(batch), None, 0)
                 continue
             most, left = self.chunk(batch), records - start
             size = most if self.fixed_shape else math.ceil(left / math.ceil(left / most))
@@ -203,10 +203,10 @@ class RecordGradients:
                 self._spare = batches.apply(lambda tensor: tensor[:K].clone(), batch)
             self._recorder.prepare(batch)
             return None
-        self._recorder.prepare(self._blank(batch), 0)
+        self._recorder.prepare(self.blank(batch), 0)
         return 0
 
-    def _blank(self, batch: Batch) -> Batch:
+    def blank(self, batch: Batch) -> Batch:
         """What a rank without records runs while another has some: one that it had earlier, or zeros. It weighs nothing."""
         K = self._recorder.rows_per_record
 
@@ -257,7 +257,7 @@ class RecordGradients:
             ranks, K, real = self.ranks, self._recorder.rows_per_record, None
             if ranks.size > 1:
                 real = self._prepare_together(batch)
-            batch = self._blank(batch) if real == 0 else batch
+            batch = self.blank(batch) if real == 0 else batch
             size = self.chunk(batch) if real is None else 1
             places = torch.arange(size, device=batches.device(batch)) % batches.records(batch, K)
             chunk = batches.take(batch, batches.rows_of_records(places, K))
