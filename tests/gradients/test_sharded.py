@@ -104,6 +104,7 @@ def all_scenarios(rank: int) -> dict[str, Any]:
         "deferred": deferred(rank),
         "peaks": peaks(rank),
         "looks": looks(rank),
+        "replicated": replicated(rank),
     }
 
 
@@ -156,7 +157,7 @@ def one_step(rank: int) -> dict[str, float]:
         torch.optim.Adam(stepped.parameters(), lr=0.1).step()
     right = dict(whole.named_parameters())
     return {
-        name: float((p.full_tensor() - right[name]).abs().max())
+        name: float((p.full_tensor() - right[name]).detach().abs().max())
         for name, p in module.named_parameters()
         if isinstance(p, DTensor)
     }
@@ -236,17 +237,18 @@ def refusals(rank: int) -> dict[str, str]:
     fully_shard(blocks_only[1], mesh=mesh())
     fully_shard(two, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")))
     columns, ignoring, passing, hidden = model(), model(), Passing(), Hidden()
+    returning = Returning()
     fully_shard(columns, mesh=mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1))
     fully_shard(ignoring, mesh=mesh(), ignored_params={ignoring[2].bias})
-    fully_shard(passing.inner, mesh=mesh())
-    fully_shard(passing, mesh=mesh())
-    fully_shard(hidden, mesh=mesh())
+    for part in (passing.inner, passing, returning.inner, returning, hidden):
+        fully_shard(part, mesh=mesh())
     return {
         "no root": said(blocks_only),
         "two dimensions": said(two),
         "columns": said(columns),
         "ignored": said(ignoring),
         "passed on": said(passing, run=True),
+        "returned": said(returning, run=True),
         "hidden": said(hidden, run=True),
     }
 
@@ -271,6 +273,17 @@ class Passing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x, self.shift.exp())
+
+
+class Returning(nn.Module):
+    """A sharded module that returns what depends on no record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer = nn.Linear(2, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.inner(torch.ones(2)).tanh()
 
 
 class Hidden(nn.Module):
@@ -305,6 +318,8 @@ def test_what_cannot_be_treated_is_refused_in_plain_words(found: dict[str, list[
         assert "placed by" in said["columns"]
         assert "2.bias is not sharded at all" in said["ignored"]
         assert "passed into Shifted" in said["passed on"]
+        assert "inner" in said["returned"]
+        assert "Leave out fully_shard" in said["returned"]
         assert "factor" in said["hidden"]
 
 
@@ -429,3 +444,25 @@ def test_ranks_look_together_and_have_one_answer(found: dict[str, list[Any]]) ->
     assert first == second
     assert first["same"]
     assert not first["other"]  # on rank 1 alone
+
+
+# -- replicas --------------------------------------------------------------------------------------
+
+
+def replicated(rank: int) -> float:
+    """Rank 0 alone runs the module inside of its wrapper: nothing waits for rank 1."""
+    own = case("transformer")
+    wrapped = nn.parallel.DistributedDataParallel(built(own, torch.float64))
+    if rank:
+        return 0.0
+    torch.manual_seed(0)
+    batch = own.rows(RECORDS, torch.float64)
+    whole = RecordGradients(built(own, torch.float64), nn.CrossEntropyLoss())
+    right = whole(batch, inverse)
+    got = RecordGradients(wrapped.module, nn.CrossEntropyLoss())(batch, inverse)
+    assert all(p.grad is None for p in wrapped.parameters())
+    return max(float((got.sums[n] - right.sums[n]).abs().max()) for n in right.sums)
+
+
+def test_the_wrapper_of_replicas_stays_quiet(found: dict[str, list[Any]]) -> None:
+    assert max(found["replicated"]) < 1e-12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from dpis.errors import GradientError, InputError
 from dpis.gradients.ranks import ProcessRanks, Ranks
 from dpis.gradients.rules.rule import Call
 from dpis.gradients.sharded_sums import Slice, require_rows
-from dpis.gradients.watch import Shown, Use, Watch, names_in
+from dpis.gradients.watch import Computed, Shown, Use, Watch, made_of, names_in
 
 # Indices of sharded modules that are gathered at the same time.
 Owners = tuple[int, ...]
@@ -89,6 +89,7 @@ class FullySharded(Sharding):
             for index, locations in enumerate(self._locations)
             for location in locations
         }
+        self._left = set[Hashable]()
         self._full: dict[str, Tensor] = {}
         self._name_of: dict[int, str] = {}
 
@@ -109,20 +110,24 @@ class FullySharded(Sharding):
             if any(watch.follows(tensor) for tensor in batches.tensors((args, kwargs))):
                 raise GradientError(_PASSED_ON.format(type(module).__name__.removeprefix("FSDP")))
 
+        def gathered(module: nn.Module, args: Any = None) -> None:
+            for name, tensor in self._look(self.modules.index(module)):
+                watch.know(name, tensor)
+
+        def left(module: nn.Module, args: Any, outputs: Any) -> None:
+            followed = (t for t in batches.tensors(outputs) if watch.follows(t))
+            self._left.update(watch.source_of(tensor).label for tensor in followed)
+
         with ExitStack() as stack:
-            for index, module in enumerate(self.modules):
-
-                def after(_: nn.Module, args: Any, index: int = index) -> None:
-                    for name, tensor in self._look(index):
-                        watch.know(name, tensor)
-
-                for hook, first in ((before, True), (after, False)):
-                    handle = module.register_forward_pre_hook(
-                        hook, prepend=first, with_kwargs=first
-                    )
+            for module in self.modules:
+                gathered(module)  # still, by an earlier pass
+                handles = (
+                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                    module.register_forward_pre_hook(gathered),
+                    module.register_forward_hook(left),
+                )
+                for handle in handles:
                     stack.callback(handle.remove)
-            for index in range(len(self.modules)):
-                after(self.modules[index], (), index)  # gathered still, by an earlier pass
             yield
 
     def _look(self, index: int) -> Iterator[tuple[str, Tensor]]:
@@ -147,6 +152,9 @@ class FullySharded(Sharding):
         """Those of a call whose rule reads parameters, of frozen arguments, and of what was computed."""
         names = set[str]()
         for source in use.parameters:
+            if isinstance(source, Computed) and source.by_autograd:
+                if not self._left.isdisjoint(made_of(source.label)):
+                    raise GradientError(_RETURNED.format(names_in(source.label)[0]))
             if use.rule.reads_parameters or not isinstance(source, Shown):
                 names.update(names_in(source.label))
         if isinstance(use.saved, Call):
@@ -220,4 +228,9 @@ _PASSED_ON = (
     "A tensor that is computed from parameters alone must not be passed into a sharded module, but one was passed into "
     "{}: FSDP replaces it there, and the gradients that arrive at it could not be followed, so nothing could be "
     "clipped. Compute it inside of that module, or shard both together: leave out fully_shard for the inner one."
+)
+_RETURNED = (
+    "What a sharded module returns must depend on the records, or be looked up in a table, but the gradient of {} passes "
+    "through what was computed from parameters alone in a module sharded by itself: FSDP would gather that module once "
+    "more in the midst, on some ranks only. Leave out fully_shard for that module: its parent shards it."
 )

@@ -53,6 +53,11 @@ class Computed(ParameterSource):
     call: Call
     rule: Rule | None
 
+    @property
+    def by_autograd(self) -> bool:
+        """Whether gradients pass from it to its parameters through autograd's own graph."""
+        return self.rule is None or not self.rule.pulls_back
+
 
 Sources = tuple[ParameterSource, ...]
 
@@ -289,6 +294,14 @@ def names_in(label: Any) -> list[str]:
         return [label[0]]  # a view
     _, labels, _ = label[0]  # the key of the call that made it
     return list(dict.fromkeys(name for part in labels for name in names_in(part)))
+
+
+def made_of(label: Any) -> Iterator[Hashable]:
+    """A label, and those of all that its tensor was computed from."""
+    yield label
+    if not isinstance(label, str) and not isinstance(label[0], str):
+        for part in label[0][1]:
+            yield from made_of(part)
 
 
 def changes_its_argument(function: Callable[..., Any]) -> bool:

@@ -150,6 +150,11 @@ class Rule(ABC):
         """
         return None
 
+    @property
+    def pulls_back(self) -> bool:
+        """Whether `pull_back` needs no help from autograd."""
+        return type(self).pull_back is not Rule.pull_back
+
     @abstractmethod
     def factors(self, saved: Any, watched: Watched) -> Factors:
         """The factors of every parameter the call wants. Pure.
