@@ -61,8 +61,8 @@ class Adapted(nn.Module):
     def __init__(self, size: int, out: int) -> None:
         super().__init__()
         self.base = nn.Linear(size, out).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, size))
-        self.up = nn.Parameter(torch.randn(out, 2))
+        self.down = nn.Parameter(torch.randn(1, size))  # one rank has no row of it
+        self.up = nn.Parameter(torch.randn(out, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + functional.linear(functional.linear(x, self.down), self.up)
@@ -142,9 +142,7 @@ CASES = [
     Case("mlp", mlp, ("2",), (5,)),
     Case("transformer", Transformer, ("blocks.0", "blocks.1"), (5,), words=11, classes=11),
     Case("tables", Transformer, ("positions", "blocks.1.up"), (5,), words=11, classes=11),
-    Case(
-        "checkpoints", lambda: Transformer(True), ("blocks.0", "blocks.1"), (5,), 11, 11
-    ),
+    Case("checkpoints", lambda: Transformer(True), ("blocks.0", "blocks.1"), (5,), 11, 11),
     Case("convolutions", convolutions, ("0", "1"), (2, 6, 6)),
     Case("adapters", lambda: nn.Sequential(Adapted(5, 6), nn.Tanh(), Adapted(6, 3)), ("0",), (5,)),
     Case("odd", lambda: nn.Sequential(nn.Linear(4, 6), Odd()), ("1",), (4,), warns=True),

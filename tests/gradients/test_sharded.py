@@ -23,7 +23,6 @@ from tests.gradients.memory import meter
 from tests.gradients.sharded_models import (
     CASES,
     Case,
-    Odd,
     Residual,
     Sharded,
     built,
@@ -69,8 +68,9 @@ def _errors(
     rank: int, own: Case, dtype: torch.dtype, cuts: list[int], dropped: int | None
 ) -> Iterator[tuple[int, tuple[float, float]]]:
     gradients = RecordGradients(sharded(own, dtype), nn.CrossEntropyLoss(), chunk=3)
-    mine, whole = Sharded(gradients, dropped), RecordGradients(
-        built(own, dtype), nn.CrossEntropyLoss(), chunk=3
+    mine, whole = (
+        Sharded(gradients, dropped),
+        RecordGradients(built(own, dtype), nn.CrossEntropyLoss(), chunk=3),
     )
     for cut in cuts:
         torch.manual_seed(cut)
@@ -350,7 +350,9 @@ def wrong_here(rank: int) -> None:
     list(gradients.tapes(own.rows(6, torch.float64)))
 
 
-@pytest.mark.parametrize(("broken", "cause"), [(coupled_here, "depend on one another"), (wrong_here, "plain autograd")])
+@pytest.mark.parametrize(
+    ("broken", "cause"), [(coupled_here, "depend on one another"), (wrong_here, "plain autograd")]
+)
 def test_what_is_wrong_on_one_rank_stops_both(broken: Callable[[int], None], cause: str) -> None:
     first, second = outcomes_on_ranks(2, broken, seconds=20.0)
     assert not first[0]

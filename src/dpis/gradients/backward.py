@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dpis.errors import GradientError
 from dpis.gradients.call_plan import GeneralRuleError, layouts_of
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
@@ -54,6 +55,8 @@ def run_backward(
     with sharding.ranks.in_a_pass():
         gradients = watch.backward(total_loss, uses)
     needed = [sharding.needed_by(use, watch) for use in uses]
+    if not set(needed) <= {(), *turns}:
+        raise GradientError(_NO_TURN)  # its part of the gradient would be left out
     for owners in ((), *turns):
         own = [i for i, modules in enumerate(needed) if real and modules == owners]
         with sharding.gathered(owners), torch.no_grad():
@@ -85,6 +88,13 @@ def left_to_fallback(watch: Watch, plan: Plan) -> dict[str, str]:
         for source in use.parameters
         for name in names_in(source.label)
     }
+
+
+_NO_TURN = (
+    "Sharded modules whose values are read after backward must be known when the forward pass ends, but more are asked "
+    "for now: gradients would lack a part, and nothing could be clipped. Leave the model as it is between forward and "
+    "backward."
+)
 
 
 def _factors(use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]) -> Factors:

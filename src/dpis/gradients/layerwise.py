@@ -14,7 +14,6 @@ from dpis.coupling.agreement import HALF_TOLERANCE, TOLERANCES, VANISHING
 from dpis.gradients.rules.rule import widened
 from dpis.gradients.tape import Tape
 
-
 # Takes the name of a parameter and its gradient; None: it has none.
 Meeting = Callable[[str, Tensor | None], None]
 
@@ -91,7 +90,7 @@ def backward_meeting(loss: Tensor, parameters: Mapping[str, Tensor], meet: Meeti
 
     with ExitStack() as stack:
         for name, parameter in parameters.items():
-            handle = parameter.register_post_accumulate_grad_hook(partial(arrived, name))
+            handle = parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
             stack.callback(handle.remove)
         loss.backward()  # type: ignore[no-untyped-call]
     for name in list(left):

@@ -172,8 +172,12 @@ class RecordGradients:
             try:
                 tape = self._chunk_tape(batch, present, start, size, min(size, left))
             except RuntimeError as error:
-                if size == 1 or ranks.size > 1 or not _out_of_memory(error):
-                    raise  # one of several ranks cannot run again alone
+                if not _out_of_memory(error):
+                    raise
+                if ranks.size > 1:
+                    raise InputError(_TOO_LARGE.format(size)) from error
+                if size == 1:
+                    raise
                 self._chunk = size // 2
                 torch.set_rng_state(generators)
                 continue
@@ -207,7 +211,10 @@ class RecordGradients:
         return 0
 
     def blank(self, batch: Batch) -> Batch:
-        """What a rank without records runs while another has some: one that it had earlier, or zeros. It weighs nothing."""
+        """What a rank without records runs while another has some: one that it had earlier, or zeros.
+
+        It weighs nothing.
+        """
         K = self._recorder.rows_per_record
 
         def zeros(tensor: Tensor) -> Tensor:
@@ -280,3 +287,9 @@ def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tenso
     if not total:
         return more
     return {name: total[name].double().add_(value) for name, value in more.items()}
+
+
+_TOO_LARGE = (
+    "The records that run at once must fit into the memory of every rank; {} did not. A rank of a sharded model cannot "
+    "run them again alone: the others wait for it. Give a smaller chunk=. Nothing was released."
+)

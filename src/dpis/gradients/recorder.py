@@ -199,7 +199,6 @@ class Recorder:
 
         A model that is random even without dropout has no gradient to compare: then they are said to agree.
         """
-
         if self.sharding.is_sharded:
             return self._fast_gradients_agree(one, other)
 
@@ -307,8 +306,11 @@ class Recorder:
             watch = self._new_watch(self._plan)
             result = self._watched(watch, run)
             surprises = [] if real == 0 else unplanned(watch, self._plan, rows)
+            new = {self.sharding.needed_by(use, watch) for use in watch.uses} - {(), *self._turns}
+            if not ranks.any(bool(surprises or new)):
+                return result, watch
             if not ranks.any(bool(surprises)):
-                self._agree_on_turns(watch)
+                self._take_turns(new)
                 return result, watch
             if attempt == 0:
                 with self.undisturbed():
@@ -321,14 +323,10 @@ class Recorder:
             "privacy promised. Let its control flow depend on nothing random."
         )
 
-    def _agree_on_turns(self, watch: Watch) -> None:
-        """Which sharded modules are gathered after backward, and in which order."""
-        if not self.sharding.is_sharded:
-            return
-        wanted = {self.sharding.needed_by(use, watch) for use in watch.uses} - {(), *self._turns}
-        if self.sharding.ranks.any(bool(wanted)):
-            new = {owners for theirs in self.sharding.ranks.gathered(wanted) for owners in theirs}
-            self._turns = sorted({*self._turns, *new})
+    def _take_turns(self, new: set[Owners]) -> None:
+        """Agree on further sharded modules to be gathered after backward, and on the order."""
+        known = set(self._turns).union(*self.sharding.ranks.gathered(new))
+        self._turns = sorted(known)
 
     def _losses(self, watch: Watch, batch: Batch) -> Tensor:
         return self._watched(watch, lambda: self.objective(self.module, batch))
@@ -407,7 +405,9 @@ class Recorder:
         if blank or not unseen:
             return
         if self.sharding.is_sharded:
-            raise GradientError(_NO_FALLBACK.format(", ".join(unseen), "no call was seen to use it"))
+            raise GradientError(
+                _NO_FALLBACK.format(", ".join(unseen), "no call was seen to use it")
+            )
         sums = self._plainly(few).sums
         missing = [name for name in unseen if not sums[name].any()]
         if missing:

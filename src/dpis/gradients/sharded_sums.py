@@ -47,9 +47,7 @@ class Slice:
         own = Slice(list(accumulate(sizes, initial=0))[rank], parameter.to_local().shape, sizes)
         if own.shape.numel() != sizes[rank]:
             raise InputError(
-                _NOT_SHARDED.format(
-                    name, f"of {own.shape.numel()} entries here, not {sizes[rank]}"
-                )
+                _NOT_SHARDED.format(name, f"of {own.shape.numel()} entries here, not {sizes[rank]}")
             )
         return own
 
