@@ -430,12 +430,12 @@ def looks(rank: int) -> dict[str, Any]:
     batch = own.rows(6, torch.float64)
     mine = cut_out(batch, shares(0)[rank])
     shaped = gradients.batch_shaped(mine)
-    here = mine if rank else gradients.blank(mine)
-    other = (here[0] + rank, here[1])
+    same = [(mine, mine)] * 2 * rank
+    other = [(mine, (mine[0] + 1, mine[1]))] * rank
     return {
         "shaped": shaped,
-        "same": gradients.gradients_agree(here, here),
-        "other": gradients.gradients_agree(here, other),
+        "same": gradients.gradients_agree(same, like=mine),
+        "other": gradients.gradients_agree(same + other, like=mine),
         "tapes": len(list(gradients.tapes(mine))),
         "passes": len(passes),
     }

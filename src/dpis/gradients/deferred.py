@@ -160,7 +160,12 @@ class DeferredGradients:
             row: in that pass.
             padded: the inputs of that row as it was run, as a batch of some copies, rows first.
             alone: the same, not padded.
+
+        Raises:
+            InputError: the model is sharded, and cannot be run on a row of one rank.
         """
+        if self._recorder.sharding.is_sharded:
+            raise InputError("a sharded model is run by all ranks together, not on a row of one")
         with passed.precision(), self._recorder.undisturbed(), without_dropout(self.module):
             forms = list(zip(self._outputs_of(padded), self._outputs_of(alone), strict=True))
         for number, (leaf, dim) in enumerate(passed.leaves):

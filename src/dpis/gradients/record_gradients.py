@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -272,9 +272,19 @@ class RecordGradients:
             self._batch_shaped = follows_values or self._recorder.depends_on_place(chunk, real)
         return self._batch_shaped
 
-    def gradients_agree(self, one: Batch, other: Batch) -> bool:
-        """Whether two batches have one gradient, by plain autograd: the same rows, say, padded otherwise."""
-        return self._recorder.gradients_agree(one, other)
+    def gradients_agree(self, pairs: Iterable[tuple[Batch, Batch]], like: Batch) -> bool:
+        """Whether both batches of every pair have one gradient: the same rows, say, padded otherwise.
+
+        Args:
+            pairs: as many as this rank has; all ranks ask together, and have one answer.
+            like: any batch of the same kind, without records too.
+        """
+        left = list(pairs)
+        while self.ranks.any(bool(left)):
+            one, other = left.pop(0) if left else (self.blank(like), self.blank(like))
+            if not self._recorder.gradients_agree(one, other):
+                return False
+        return True
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
