@@ -98,6 +98,7 @@ def all_scenarios(rank: int) -> dict[str, Any]:
         "exact": errors_of(rank, FAST, torch.float64, [4, 0]),
         "dropped": errors_of(rank, ["mlp"], torch.float64, [4], dropped=1),
         "step": one_step(rank),
+        "between": between_passes(rank),
         "late": norms_over_time(rank),
         "policies": by_policy(rank),
         "refusals": refusals(rank),
@@ -187,6 +188,52 @@ def norms_over_time(rank: int) -> list[Any]:
 def test_a_rank_may_meet_its_first_record_late(found: dict[str, list[Any]]) -> None:
     for own in found["late"]:
         require_exact(dict(enumerate(own)), EXACT[torch.float64])
+
+
+def between_passes(rank: int) -> list[tuple[float, float]]:
+    """What people do to a model between two steps."""
+    own = case("transformer")
+    module, whole = built(own, torch.float64), built(own, torch.float64)
+    for block in module.blocks:
+        fully_shard([block.up, block.down], mesh=mesh())
+    fully_shard(module, mesh=mesh())
+    held = dict(module.named_parameters())  # as an optimizer has them
+    mine = Sharded(RecordGradients(module, nn.CrossEntropyLoss(), chunk=3))
+    oracle = RecordGradients(whole, nn.CrossEntropyLoss(), chunk=3)
+    torch.manual_seed(0)
+    batch = own.rows(RECORDS, torch.float64)
+
+    def evaluated() -> None:
+        with torch.no_grad():
+            module(batch[0])
+
+    def updated() -> None:
+        evaluated()  # which leaves the root gathered
+        with torch.no_grad():
+            for parameter in [*held.values(), *whole.parameters()]:
+                parameter.mul_(0.9)
+
+    def stored() -> None:
+        module.load_state_dict(module.state_dict())
+
+    def gone_backward() -> None:
+        nn.functional.cross_entropy(module(batch[0]), batch[1]).backward()
+
+    def kept() -> None:
+        module.set_reshard_after_backward(False)
+
+    found = []
+    for event in (lambda: None, updated, stored, gone_backward, kept, updated):
+        event()
+        right, here = oracle(batch, inverse), shares(4)[rank]
+        norms, sums = mine.of(cut_out(batch, here))
+        found.append((relative(norms, right.norms[here]), mine.error(sums, right.sums)))
+    return found
+
+
+def test_what_happens_between_passes_leaves_no_trace(found: dict[str, list[Any]]) -> None:
+    for errors in found["between"]:
+        require_exact(dict(enumerate(errors)), EXACT[torch.float64])
 
 
 # -- what FSDP2 can be told ------------------------------------------------------------------------

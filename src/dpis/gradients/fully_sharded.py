@@ -90,7 +90,7 @@ class FullySharded(Sharding):
 
         with ExitStack() as stack:
             for module in self.modules:
-                gathered(module)  # still, by an earlier pass
+                module.reshard()  # what another pass left gathered may be older than the last update
                 handles = (
                     module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                     module.register_forward_pre_hook(gathered),
