@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from dpis.errors import GradientError
 from dpis.gradients.call_plan import GeneralRuleError, layouts_of
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
@@ -22,12 +23,20 @@ from dpis.gradients.rules.rule import (
     name_of,
     widened,
 )
+from dpis.gradients.sharding import Owners, Sharding
 from dpis.gradients.verdicts import Beyond, Placed, Plan
 from dpis.gradients.watch import Computed, Shown, Use, Watch, names_in
 
 
 def run_backward(
-    watch: Watch, plan: Plan, total_loss: Tensor, records: int, rows: int, real: int
+    watch: Watch,
+    plan: Plan,
+    total_loss: Tensor,
+    records: int,
+    rows: int,
+    real: int,
+    sharding: Sharding,
+    turns: Sequence[Owners],
 ) -> dict[str, list[Part]]:
     """Run backward, and give every parameter a part for each of its uses.
 
@@ -38,22 +47,36 @@ def run_backward(
         records: how many there are.
         rows: how many rows they have together.
         real: only the losses of the first so many records are in the sum.
+        sharding: how the model is sharded.
+        turns: which sharded modules are gathered once more, one turn after the other, for the rules that read them.
     """
-    uses = [use for use in watch.uses if isinstance(plan[use.key], Placed)]
+    uses = [use for use in watch.uses if sharding.is_sharded or is_placed(use, plan)]
     parts: dict[str, list[Part]] = defaultdict(list)
-    gradients = watch.backward(total_loss, uses)
-    with torch.no_grad():
-        for use, grads in zip(uses, gradients, strict=True):
-            if all(grad is None for grad in grads):
-                continue  # the loss does not depend on it
-            layouts = layouts_of(use, plan, rows) or ()
-            if real < records:
-                refuse_gradients_of(slice(real, None), records, use, grads, layouts)
-            for tensor, factor in _factors(use, grads, layouts):
-                folded = factor.fold(factor.records // records)
-                for name, part in _parts(watch, (tensor, folded)):
-                    parts[name].append(part)
+    with sharding.ranks.in_a_pass():
+        gradients = watch.backward(total_loss, uses)
+    needed = [sharding.needed_by(use, watch) for use in uses]
+    if not set(needed) <= {(), *turns}:
+        raise GradientError(_NO_TURN)  # its part of the gradient would be left out
+    for owners in ((), *turns):
+        own = [i for i, modules in enumerate(needed) if real and modules == owners]
+        with sharding.gathered(owners), torch.no_grad():
+            for i in own:
+                use, grads = uses[i], gradients[i]
+                if all(grad is None for grad in grads) or not is_placed(use, plan):
+                    continue  # the loss does not depend on it, or the fallback sees to it
+                layouts = layouts_of(use, plan, rows) or ()
+                if real < records:
+                    refuse_gradients_of(slice(real, None), records, use, grads, layouts)
+                for tensor, factor in _factors(use, grads, layouts):
+                    folded = factor.fold(factor.records // records)
+                    for name, part in _parts(watch, (tensor, folded)):
+                        parts[name].append(part)
     return parts
+
+
+def is_placed(use: Use, plan: Plan) -> bool:
+    """Whether the plan knows where the records are in a use."""
+    return isinstance(plan.get(use.key), Placed)
 
 
 def left_to_fallback(watch: Watch, plan: Plan) -> dict[str, str]:
@@ -65,6 +88,13 @@ def left_to_fallback(watch: Watch, plan: Plan) -> dict[str, str]:
         for source in use.parameters
         for name in names_in(source.label)
     }
+
+
+_NO_TURN = (
+    "Sharded modules whose values are read after backward must be known when the forward pass ends, but more are asked "
+    "for now: gradients would lack a part, and nothing could be clipped. Leave the model as it is between forward and "
+    "backward."
+)
 
 
 def _factors(use: Use, grads: Sequence[Tensor | None], layouts: Sequence[Layout]) -> Factors:

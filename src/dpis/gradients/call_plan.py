@@ -14,8 +14,10 @@ from dpis.coupling.neighbours import refuse_coupled_losses, with_one_changed
 from dpis.errors import GradientError, InputError
 from dpis.gradients.evidence import Trace, gradients_of, narrow
 from dpis.gradients.layout import Growth, Layout, find_growth
+from dpis.gradients.ranks import Ranks
 from dpis.gradients.rules.general import General, arguments
 from dpis.gradients.rules.rule import name_of
+from dpis.gradients.sharding import Sharding
 from dpis.gradients.verdicts import Beyond, Constant, Key, Placed, Plan, Verdict
 from dpis.gradients.watch import Use, Watch, names_in
 
@@ -26,6 +28,7 @@ class GeneralRuleError(RuntimeError):
     def __init__(self, key: Key) -> None:
         super().__init__(f"torch.func cannot treat {key[0]} by itself")
         self.key = key
+        self.names = ", ".join(name for label in key[1] for name in names_in(label))
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,11 @@ WatchedLosses = Callable[[Watch, Batch], Tensor]
 
 
 def make_plan(
-    losses: WatchedLosses, new_watch: Callable[[Plan], Watch], batch: Batch, K: int
+    losses: WatchedLosses,
+    new_watch: Callable[[Plan], Watch],
+    batch: Batch,
+    K: int,
+    sharding: Sharding,
 ) -> Findings:
     """Judge every call from a few forward passes on two and three records.
 
@@ -66,6 +73,7 @@ def make_plan(
         new_watch: makes a watch that follows a plan.
         batch: at least three records.
         K: rows of a record.
+        sharding: how the model is sharded. If it is, all ranks run equally many passes.
 
     Raises:
         CouplingError: if changing one record changes another's loss or activations.
@@ -86,17 +94,20 @@ def make_plan(
         batches.take(batch, batches.rows_of_records(torch.arange(n, device=device), K))
         for n in (2, 3)
     )
-    constants, judged, more = _follow_constants(traced, two, three, K)
+    constants, judged, more = _follow_constants(traced, two, three, K, sharding.ranks)
     batch_shaped = any(use.batch_shaped for use in more.uses.values())
     ran_again = False
     for record in range(3):
         try:
-            moved = traced(constants, with_one_changed(three, record, K))
+            in_order = sharding.ranks.size > 1  # a pass that fails on one rank cannot be repeated
+            moved = traced(constants, with_one_changed(three, record, K, keep_order=in_order))
         except RuntimeError:  # the model may want its records in some order
+            if in_order:
+                raise
             moved = traced(constants, with_one_changed(three, record, K, keep_order=True))
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
-        gradients = gradients_of(moved, record, K)
+        gradients = gradients_of(moved, record, K, sharding.ranks)
         ran_again |= moved.watch.ran_again
         for key, verdict in judged.items():
             if isinstance(verdict, Placed):
@@ -110,7 +121,7 @@ def make_plan(
 
 
 def _follow_constants(
-    traced: Callable[[Plan, Batch], Trace], two: Batch, three: Batch, K: int
+    traced: Callable[[Plan, Batch], Trace], two: Batch, three: Batch, K: int, ranks: Ranks
 ) -> tuple[Plan, Plan, Trace]:
     """Follow the calls that depend on no record, link by link, until a round shows no other.
 
@@ -122,7 +133,7 @@ def _follow_constants(
         few, more = traced(constants, two), traced(constants, three)
         judged = {key: _judge(few.uses.get(key), use, K) for key, use in more.uses.items()}
         found = _constants(few, more, judged)
-        if found.keys() == constants.keys():
+        if not ranks.any(found.keys() != constants.keys()):
             return constants, judged, more
         constants = found
     raise GradientError(_TOO_LONG_A_CHAIN)

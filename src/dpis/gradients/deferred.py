@@ -17,6 +17,7 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
 from dpis.gradients.parts import without_overlap
+from dpis.gradients.ranks import Ranks
 from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.tape import Tape, full_precision
 
@@ -87,12 +88,16 @@ class DeferredGradients:
             raise InputError("no parameter of the module requires a gradient: nothing to train")
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pass:
-        """One forward pass over at least one row."""
+        """One forward pass. For no rows a row of zeros is run, which weighs nothing: ranks run equally many passes."""
         inputs = self._exchanged((args, dict(kwargs)))
-        rows = batches.rows(inputs)
+        own = rows = batches.rows(inputs)
+        if not own:
+            inputs, rows = batches.apply(_one_of_zeros, inputs), 1
+            args, kwargs = self._exchanged(inputs)
         if self._output_dims is None:
             self._output_dims = self._dims_that_grow(inputs, rows)
-        forward = self._recorder.forward((*inputs, []), lambda: self.module(*args, **kwargs))
+        real = None if own else 0
+        forward = self._recorder.forward((*inputs, []), lambda: self.module(*args, **kwargs), real)
         watched = _open_to_gradients(forward.outputs)
         if not watched:
             raise InputError(NOTHING_TO_TRAIN)
@@ -101,12 +106,15 @@ class DeferredGradients:
             id(t): _full(b.detach()).requires_grad_() for t, b in zip(watched, by_row, strict=True)
         }
         device = batches.device(inputs).type
+        dims = [self._dim_of_rows(leaf, rows, i) for i, leaf in enumerate(leaves.values())]
+        shown = {
+            key: leaf if own else leaf.narrow(dim, 0, 0)
+            for (key, leaf), dim in zip(leaves.items(), dims, strict=True)
+        }
         return Pass(
-            outputs=batches.apply(lambda t: leaves.get(id(t), t), forward.outputs),
-            rows=rows,
-            leaves=[
-                (leaf, self._dim_of_rows(leaf, rows, i)) for i, leaf in enumerate(leaves.values())
-            ],
+            outputs=batches.apply(lambda t: shown.get(id(t), t), forward.outputs),
+            rows=own,
+            leaves=list(zip(leaves.values(), dims, strict=True)),
             inputs=inputs,
             precision=partial(
                 torch.autocast,
@@ -123,7 +131,7 @@ class DeferredGradients:
 
         May be called once for a pass: the graph of the forward pass is used up.
         """
-        if not passed.backward_done:
+        if passed.rows and not passed.backward_done:
             raise InputError("no gradient has arrived at the outputs: call loss.backward() first")
         arrived = [
             torch.zeros_like(leaf) if leaf.grad is None else scale * leaf.grad
@@ -134,6 +142,11 @@ class DeferredGradients:
         total = torch.stack([product.float() for product in products]).sum()
         directions = [g.movedim(d, 0) for g, (_, d) in zip(arrived, passed.leaves, strict=True)]
         return self._recorder.tape(passed._forward, total, (*passed.inputs, directions))
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold the slices of a sharded model; of any other this one alone."""
+        return self._recorder.sharding.ranks
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """To look around with the model leaves no trace: neither in the random stream nor in the buffers."""
@@ -147,7 +160,12 @@ class DeferredGradients:
             row: in that pass.
             padded: the inputs of that row as it was run, as a batch of some copies, rows first.
             alone: the same, not padded.
+
+        Raises:
+            InputError: the model is sharded, and cannot be run on a row of one rank.
         """
+        if self._recorder.sharding.is_sharded:
+            raise InputError("a sharded model is run by all ranks together, not on a row of one")
         with passed.precision(), self._recorder.undisturbed(), without_dropout(self.module):
             forms = list(zip(self._outputs_of(padded), self._outputs_of(alone), strict=True))
         for number, (leaf, dim) in enumerate(passed.leaves):
@@ -256,6 +274,10 @@ def _full(tensor: Tensor) -> Tensor:
     """In float32 at least: a loss is not rounded to half precision on its way to the model."""
     halved = tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize
     return tensor.float() if halved else tensor
+
+
+def _one_of_zeros(tensor: Tensor) -> Tensor:
+    return tensor.new_zeros([size or 1 for size in tensor.shape])
 
 
 def _open_to_gradients(outputs: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpis.coupling.neighbours import coupled, refuse_gradient_of_others, same
 from dpis.gradients.layout import Growth, Layout
+from dpis.gradients.ranks import Ranks
 from dpis.gradients.rules.rule import name_of
 from dpis.gradients.verdicts import Key, Shapes
 from dpis.gradients.watch import Use, Watch, names_in
@@ -25,12 +26,15 @@ class Trace:
     losses: Tensor
 
 
-def gradients_of(trace: Trace, record: int, rows_per_record: int) -> dict[Key, list[Tensor | None]]:
+def gradients_of(
+    trace: Trace, record: int, rows_per_record: int, ranks: Ranks
+) -> dict[Key, list[Tensor | None]]:
     """How one record's loss depends on each watched tensor."""
     if not trace.losses.ndim:  # one loss for all: losses.py refuses it
         return {key: [None for _ in use.edges] for key, use in trace.uses.items()}
     own = trace.losses[record * rows_per_record : (record + 1) * rows_per_record].sum()
-    gradients = trace.watch.backward(own, list(trace.uses.values()))
+    with ranks.in_a_pass():
+        gradients = trace.watch.backward(own, list(trace.uses.values()))
     return dict(zip(trace.uses, gradients, strict=True))
 
 

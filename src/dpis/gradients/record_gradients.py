@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from dpis.batches import Batch
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective, objective_of
+from dpis.gradients.ranks import Ranks
 from dpis.gradients.recorder import Recorder
 from dpis.gradients.tape import Tape
 
@@ -103,9 +104,15 @@ class RecordGradients:
         self.fixed_shape = fixed_shape
         self._chunk: int | None = None
         self._batch_shaped: bool | None = None
+        self._spare: Batch | None = None
         self.parameters = self._recorder.parameters
         if not self.parameters:
             raise InputError("No parameter of the module requires a gradient: nothing to train.")
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that hold the slices of a sharded model; of any other this one alone."""
+        return self._recorder.sharding.ranks
 
     def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
         """One forward and one backward pass over at least one record, all at once.
@@ -152,14 +159,24 @@ class RecordGradients:
             present: ``[records, rows_per_record]``; False marks rows that only fill up a record.
         """
         records, start = batches.records(batch, self._recorder.rows_per_record), 0
-        while start < records:
+        ranks = self.ranks
+        if ranks.size > 1:
+            self._prepare_together(batch)
+        while ranks.any(start < records):
+            if start == records:
+                yield self._recorder.record(self.blank(batch), None, 0)
+                continue
             most, left = self.chunk(batch), records - start
             size = most if self.fixed_shape else math.ceil(left / math.ceil(left / most))
             generators = torch.get_rng_state()
             try:
                 tape = self._chunk_tape(batch, present, start, size, min(size, left))
             except RuntimeError as error:
-                if size == 1 or not _out_of_memory(error):
+                if not _out_of_memory(error):
+                    raise
+                if ranks.size > 1:
+                    raise InputError(_TOO_LARGE.format(size)) from error
+                if size == 1:
                     raise
                 self._chunk = size // 2
                 torch.set_rng_state(generators)
@@ -182,10 +199,34 @@ class RecordGradients:
         shown = None if present is None else present[places]
         return self._recorder.record(chunk, shown, real)
 
+    def _prepare_together(self, batch: Batch) -> int | None:
+        """Plan on all ranks, if one has to; how many of the records that this one runs count (None: all)."""
+        K = self._recorder.rows_per_record
+        if batches.records(batch, K):
+            if self._spare is None:
+                self._spare = batches.apply(lambda tensor: tensor[:K].clone(), batch)
+            self._recorder.prepare(batch)
+            return None
+        self._recorder.prepare(self.blank(batch), 0)
+        return 0
+
+    def blank(self, batch: Batch) -> Batch:
+        """What a rank without records runs while another has some: one that it had earlier, or zeros.
+
+        It weighs nothing.
+        """
+        K = self._recorder.rows_per_record
+
+        def zeros(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros([K, *(size or 1 for size in tensor.shape[1:])])
+
+        return batches.apply(zeros, batch) if self._spare is None else self._spare
+
     def chunk(self, batch: Batch) -> int:
         """How many records run at once, at most: fixed by the model, the sizes of one record and the machine."""
         if self._chunk is None:
-            self._recorder.prepare(batch)
+            if self.ranks.size == 1:
+                self._recorder.prepare(batch)
             fitting = self._budget(batches.device(batch)) // max(1, self._recorder.bytes_per_record)
             most = LARGEST_CHUNK if batches.device(batch).type == "cpu" else fitting
             wanted = self._given_chunk or max(1, min(fitting, most))
@@ -220,16 +261,30 @@ class RecordGradients:
         if not self.fixed_shape:
             return True
         if self._batch_shaped is None:
-            size, K = self.chunk(batch), self._recorder.rows_per_record
+            ranks, K, real = self.ranks, self._recorder.rows_per_record, None
+            if ranks.size > 1:
+                real = self._prepare_together(batch)
+            batch = self.blank(batch) if real == 0 else batch
+            size = self.chunk(batch) if real is None else 1
             places = torch.arange(size, device=batches.device(batch)) % batches.records(batch, K)
             chunk = batches.take(batch, batches.rows_of_records(places, K))
-            follows_values = self._recorder.batch_shaped
-            self._batch_shaped = follows_values or self._recorder.depends_on_place(chunk)
+            follows_values = ranks.any(self._recorder.batch_shaped)
+            self._batch_shaped = follows_values or self._recorder.depends_on_place(chunk, real)
         return self._batch_shaped
 
-    def gradients_agree(self, one: Batch, other: Batch) -> bool:
-        """Whether two batches have one gradient, by plain autograd: the same rows, say, padded otherwise."""
-        return self._recorder.gradients_agree(one, other)
+    def gradients_agree(self, pairs: Iterable[tuple[Batch, Batch]], like: Batch) -> bool:
+        """Whether both batches of every pair have one gradient: the same rows, say, padded otherwise.
+
+        Args:
+            pairs: as many as this rank has; all ranks ask together, and have one answer.
+            like: any batch of the same kind, without records too.
+        """
+        left = list(pairs)
+        while self.ranks.any(bool(left)):
+            one, other = left.pop(0) if left else (self.blank(like), self.blank(like))
+            if not self._recorder.gradients_agree(one, other):
+                return False
+        return True
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
@@ -242,3 +297,9 @@ def _added(total: dict[str, Tensor], more: dict[str, Tensor]) -> dict[str, Tenso
     if not total:
         return more
     return {name: total[name].double().add_(value) for name, value in more.items()}
+
+
+_TOO_LARGE = (
+    "The records that run at once must fit into the memory of every rank; {} did not. A rank of a sharded model cannot "
+    "run them again alone: the others wait for it. Give a smaller chunk=. Nothing was released."
+)

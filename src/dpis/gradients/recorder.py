@@ -21,7 +21,7 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.looks import Looks
 from dpis.coupling.neighbours import half_of
 from dpis.errors import GradientError, InputError
-from dpis.gradients.backward import left_to_fallback, run_backward
+from dpis.gradients.backward import is_placed, left_to_fallback, run_backward
 from dpis.gradients.call_plan import (
     GeneralRuleError,
     general,
@@ -33,10 +33,12 @@ from dpis.gradients.call_plan import (
 from dpis.gradients.evidence import refuse_gradients_of
 from dpis.gradients.factors import Dense
 from dpis.gradients.fallback import SlowGradients, SlowGradientsWarning
+from dpis.gradients.layerwise import Comparison, backward_meeting, compare, same_sums
 from dpis.gradients.losses import Objective, weighted_total
 from dpis.gradients.parts import Part, Place, without_overlap
+from dpis.gradients.sharding import Owners, sharding_of
 from dpis.gradients.tape import Tape, full_precision
-from dpis.gradients.verdicts import Beyond, Placed, Plan
+from dpis.gradients.verdicts import Beyond, Plan
 from dpis.gradients.watch import Watch, shown
 
 T = TypeVar("T")
@@ -57,11 +59,13 @@ class WatchedPass(Generic[T]):
         outputs: what the model returned.
         watch: what it did, all of it in the plan.
         records: how many went in.
+        real: how many of them count: the rest fills up.
     """
 
     outputs: T
     watch: Watch
     records: int
+    real: int
 
 
 class Recorder:
@@ -83,11 +87,13 @@ class Recorder:
         self.module, self.objective = module, objective
         self.rows_per_record = rows_per_record
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self._shown = shown(self.parameters)
+        self.sharding = sharding_of(module)
+        self._shown = {} if self.sharding.is_sharded else shown(self.parameters)
+        self._turns: list[Owners] = []
         self.bytes_per_record, self.batch_shaped = 0, False
         self.parameter_bytes = sum(p.nbytes for p in module.parameters())
         self._recurrent = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
-        self._check, self._ready = check, False
+        self._check, self._ready, self._planned = check, False, False
         self._plan: Plan = {}
         self._ran_again = False
         self._slow: dict[str, str] = {}
@@ -102,22 +108,28 @@ class Recorder:
             present: which rows count; None: all.
             real: only the first so many are records, the rest fills up; None: all.
         """
-        self._look_around(batch, real)
-        tape = self._record(batch, present, real)
-        self._say_what_is_slow()
+        with self.sharding.ranks.all_or_none():
+            self._look_around(batch, real)
+            tape = self._record(batch, present, real)
+            self._say_what_is_slow()
+            self.sharding.ranks.any(False)  # nobody goes on where another stops
         return tape
 
-    def forward(self, batch: Batch, run: Callable[[], T]) -> WatchedPass[T]:
+    def forward(
+        self, batch: Batch, run: Callable[[], T], real: int | None = None
+    ) -> WatchedPass[T]:
         """A forward pass alone, for whoever learns the losses later.
 
         Args:
             batch: the records, in the form that the objective takes.
             run: runs the model on them.
+            real: as in `record`.
         """
-        self._look_around(batch, None)
-        records = batches.records(batch, self.rows_per_record)
-        outputs, watch = self._run_planned(batch, run)
-        return WatchedPass(outputs, watch, records)
+        with self.sharding.ranks.all_or_none():
+            self._look_around(batch, real)
+            records = batches.records(batch, self.rows_per_record)
+            outputs, watch = self._run_planned(batch, run, real)
+        return WatchedPass(outputs, watch, records, records if real is None else real)
 
     def tape(self, forward: WatchedPass[Any], total: Tensor, same: Batch) -> Tape:
         """The gradients of every record, once the total of their losses is known.
@@ -127,55 +139,68 @@ class Recorder:
             total: the sum of the losses of all records.
             same: a batch for which the objective gives these losses, where the pass must be run again.
         """
-        try:
-            tape = self._tape(forward.watch, total, same, forward.records, None, None)
-        except GeneralRuleError as error:
-            self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
-            tape = self._record(same)
-        self._say_what_is_slow()
+        with self.sharding.ranks.all_or_none():
+            try:
+                tape = self._tape(forward.watch, total, same, forward.records, None, forward.real)
+            except GeneralRuleError as error:
+                self._leave_to_fallback(error)
+                tape = self._record(same)
+            self._say_what_is_slow()
+            self.sharding.ranks.any(False)
         return tape
 
     def _look_around(self, batch: Batch, real: int | None) -> None:
         """Plan at the first batch; compare with plain autograd now and then."""
         self._require_unchanged()
-        self.prepare(batch)
+        self.prepare(batch, real)
         if self._looks.due() and self._check:  # the first batch may not show all
             with self.undisturbed():
-                self._probe_ownership(batch)
-                self._compare_with_autograd(self._several(batch, real))
+                self._probe_ownership(batch, real)
+                if self.sharding.is_sharded:
+                    self._compare_layer_by_layer(self._several(batch, real), blank=real == 0)
+                else:
+                    self._compare_with_autograd(self._several(batch, real))
 
-    def prepare(self, batch: Batch) -> None:
-        """Plan, once, on three records of the batch."""
-        if self._ready:
+    def prepare(self, batch: Batch, real: int | None = None) -> None:
+        """Plan, once, on three records of the batch; on what fills up only while a rank has no record."""
+        blank = real == 0
+        ready = self._ready or (blank and self._planned)
+        if not self.sharding.ranks.any(not ready):
             return
         few = self._few(batch)
-        with self.undisturbed():
-            self._plan = self._make_plan(few)
-            self._require_gradients(few)
-        self._ready = True
+        with self.sharding.ranks.all_or_none(), self.undisturbed():
+            self._plan_on(few, blank)
+            self._require_gradients(few, blank)
+        self._planned, self._ready = True, self._ready or not blank
 
-    def depends_on_place(self, batch: Batch) -> bool:
+    @property
+    def ready(self) -> bool:
+        """Whether records of this rank were looked at."""
+        return self._ready
+
+    def depends_on_place(self, batch: Batch, real: int | None = None) -> bool:
         """Whether the last bits of norms change when the records of a batch change their places."""
         records = batches.records(batch, self.rows_per_record)
 
         def norms(shift: int) -> Tensor:
             places = torch.arange(records, device=batches.device(batch)).roll(shift)
             rolled = batches.take(batch, batches.rows_of_records(places, self.rows_per_record))
-            return self._record(rolled).norms().roll(-shift)
+            return self._record(rolled, real=real).norms().roll(-shift)
 
-        self.prepare(batch)
+        self.prepare(batch, real)
         with self.undisturbed(), without_dropout(self.module):
             in_order = norms(0)
-            return any(
-                not torch.equal(norms(shift).nan_to_num(), in_order.nan_to_num())
-                for shift in (1, records // 2 + 1, records - 3)
-            )
+            moved = [norms(shift) for shift in (1, records // 2 + 1, records - 3)]
+            here = any(not torch.equal(m.nan_to_num(), in_order.nan_to_num()) for m in moved)
+        return self.sharding.ranks.any(here)
 
     def gradients_agree(self, one: Batch, other: Batch) -> bool:
         """Whether the losses of two batches have the same gradient, to the tolerance of other comparisons.
 
         A model that is random even without dropout has no gradient to compare: then they are said to agree.
         """
+        if self.sharding.is_sharded:
+            return self._fast_gradients_agree(one, other)
 
         def gradient(batch: Batch) -> Tensor:
             losses = self.objective(self.module, batch).sum()
@@ -188,15 +213,24 @@ class Recorder:
                 first, gradient(other), half
             )
 
+    def _fast_gradients_agree(self, one: Batch, other: Batch) -> bool:
+        """The same for a sharded model, parameter by parameter. All ranks ask, and have one answer."""
+        with self.sharding.ranks.all_or_none(), self.undisturbed(), without_dropout(self.module):
+            first, again, changed = (self._record(batch) for batch in (one, one, other))
+            half = self._half(one)
+            here = same_sums(first, changed, half) or not same_sums(first, again, half)
+            return not self.sharding.ranks.any(not here)
+
     def _half(self, batch: Batch) -> bool:
-        return torch.is_autocast_enabled(batches.device(batch).type)
+        return torch.is_autocast_enabled(batches.device(batch).type) or self.sharding.half
 
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
         checked_model(self.module)
         now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         same = now.keys() == self.parameters.keys()
-        if not same or any(now[name] is not p for name, p in self.parameters.items()):
+        is_still = self.sharding.is_still
+        if not same or not all(is_still(n, p, now[n]) for n, p in self.parameters.items()):
             raise GradientError(
                 "The module's trainable parameters must stay those it had when RecordGradients was made; some were "
                 "replaced, added, frozen or thawed since. Their gradients would be neither clipped nor summed. Make a "
@@ -210,11 +244,17 @@ class Recorder:
             try:
                 return self._try_to_record(batch, present, real)
             except GeneralRuleError as error:
-                self._plan[error.key] = Beyond("torch.func cannot treat it by itself")
+                self._leave_to_fallback(error)
+
+    def _leave_to_fallback(self, error: GeneralRuleError) -> None:
+        reason = "torch.func cannot treat it by itself"
+        if self.sharding.is_sharded:
+            raise GradientError(_NO_FALLBACK.format(error.names, reason)) from error
+        self._plan[error.key] = Beyond(reason)
 
     def _try_to_record(self, batch: Batch, present: Tensor | None, real: int | None) -> Tape:
         records = batches.records(batch, self.rows_per_record)
-        losses, watch = self._run_planned(batch)
+        losses, watch = self._run_planned(batch, real=real)
         total = weighted_total(losses, records, self.rows_per_record, present, real)
         return self._tape(watch, total, batch, records, present, real)
 
@@ -229,34 +269,52 @@ class Recorder:
     ) -> Tape:
         """Backward to the watched tensors; what no rule covers, by ``torch.func`` over the batch."""
         rows = records * self.rows_per_record
+        own = records if real is None else real
         with full_precision(total.device):
-            parts = run_backward(watch, self._plan, total, records, rows, real or records)
-        slow = left_to_fallback(watch, self._plan) | self._slow
+            parts = run_backward(
+                watch, self._plan, total, records, rows, own, self.sharding, self._turns
+            )
+        slow = left_to_fallback(watch, self._plan) | self._slow if own else {}
         if slow:
             parts |= self._slowly(slow, batch, records, present)
+        parameters = {name: self._full(name, watch) for name in self.parameters}
         with torch.no_grad(), full_precision(total.device):
-            combined = {n: without_overlap(parts.get(n, ()), p) for n, p in self.parameters.items()}
-        own = real or records
-        return Tape(self.parameters, combined, own, filling=records - own)
+            combined = {n: without_overlap(parts.get(n, ()), p) for n, p in parameters.items()}
+        return Tape(parameters, combined, own, filling=records - own)
 
-    def _run_planned(self, batch: Batch, run: Callable[[], Any] | None = None) -> tuple[Any, Watch]:
+    def _full(self, name: str, watch: Watch) -> Tensor:
+        """The tensor of full size that the model used for a parameter."""
+        used = watch.parameters.get(name)
+        if used is None:
+            raise GradientError(_NOT_GATHERED.format(name))
+        return used.parameter
+
+    def _run_planned(
+        self, batch: Batch, run: Callable[[], Any] | None = None, real: int | None = None
+    ) -> tuple[Any, Watch]:
         """What a run over a batch returns, and what it did, all of it in the plan.
 
         Args:
             batch: the records.
             run: runs the model on them; None: the objective, for the losses of all rows.
+            real: as in `record`. What fills up alone surprises nobody.
         """
+        ranks = self.sharding.ranks
         rows = batches.records(batch, self.rows_per_record) * self.rows_per_record
         run = run or (lambda: self.objective(self.module, batch))
         for attempt in range(MOST_ATTEMPTS):
             watch = self._new_watch(self._plan)
             result = self._watched(watch, run)
-            surprises = unplanned(watch, self._plan, rows)
-            if not surprises:
+            surprises = [] if real == 0 else unplanned(watch, self._plan, rows)
+            new = {self.sharding.needed_by(use, watch) for use in watch.uses} - {(), *self._turns}
+            if not ranks.any(bool(surprises or new)):
+                return result, watch
+            if not ranks.any(bool(surprises)):
+                self._take_turns(new)
                 return result, watch
             if attempt == 0:
                 with self.undisturbed():
-                    self._plan = merge(self._plan, self._make_plan(self._few(batch)))
+                    self._plan_on(self._few(batch), blank=real == 0)
             else:
                 self._plan |= dict.fromkeys(surprises, Beyond("it is called for some records only"))
         raise GradientError(
@@ -264,6 +322,11 @@ class Recorder:
             "the places of the records in its tensors cannot be known: nothing could be clipped and no "
             "privacy promised. Let its control flow depend on nothing random."
         )
+
+    def _take_turns(self, new: set[Owners]) -> None:
+        """Agree on further sharded modules to be gathered after backward, and on the order."""
+        known = set(self._turns).union(*self.sharding.ranks.gathered(new))
+        self._turns = sorted(known)
 
     def _losses(self, watch: Watch, batch: Batch) -> Tensor:
         return self._watched(watch, lambda: self.objective(self.module, batch))
@@ -273,6 +336,8 @@ class Recorder:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(_eagerly())
             stack.enter_context(_packed_order(self._recurrent, watch))
+            stack.enter_context(self.sharding.shown_to(watch))
+            stack.enter_context(self.sharding.ranks.in_a_pass())
             stack.enter_context(watch)
             return run()
 
@@ -284,6 +349,9 @@ class Recorder:
         self, slow: dict[str, str], batch: Batch, records: int, present: Tensor | None
     ) -> dict[str, list[Part]]:
         """The parameters that no rule covers, by ``torch.func`` over the whole model."""
+        if self.sharding.is_sharded:
+            name, reason = next(iter(slow.items()))
+            raise GradientError(_NO_FALLBACK.format(name, reason))
         self._slow |= slow
         wanted = {name: self.parameters[name] for name in slow}
         slowly = SlowGradients(self.module, self._loss_of_record, wanted)
@@ -299,11 +367,16 @@ class Recorder:
 
     # -- the first batch -------------------------------------------------------------------------
 
+    def _plan_on(self, few: Batch, blank: bool) -> None:
+        """Learn what the plan does not know; what only fills up never unsays what records showed."""
+        found = self._make_plan(few)
+        self._plan = merge(found, self._plan) if blank else merge(self._plan, found)
+
     def _make_plan(self, few: Batch) -> Plan:
         def new_watch(plan: Plan) -> Watch:
             return self._new_watch(plan, planning=True)
 
-        found = make_plan(self._losses, new_watch, few, self.rows_per_record)
+        found = make_plan(self._losses, new_watch, few, self.rows_per_record, self.sharding)
         self.bytes_per_record = max(self.bytes_per_record, found.bytes_per_record)
         self.batch_shaped |= found.batch_shaped
         self._ran_again |= found.ran_again
@@ -325,11 +398,16 @@ class Recorder:
                 stacklevel=4,
             )
 
-    def _require_gradients(self, few: Batch) -> None:
+    def _require_gradients(self, few: Batch, blank: bool) -> None:
         """A parameter that no call was seen to use may be used unseen: then it takes the slow way."""
-        unseen = [name for name, parts in self._record(few).parts.items() if not parts]
-        if not unseen:
+        tape = self._record(few, real=0 if blank else None)
+        unseen = [name for name, parts in tape.parts.items() if not parts]
+        if blank or not unseen:
             return
+        if self.sharding.is_sharded:
+            raise GradientError(
+                _NO_FALLBACK.format(", ".join(unseen), "no call was seen to use it")
+            )
         sums = self._plainly(few).sums
         missing = [name for name in unseen if not sums[name].any()]
         if missing:
@@ -340,16 +418,44 @@ class Recorder:
             )
         self._slow |= dict.fromkeys(unseen, "it is used where that cannot be seen")
 
-    def _probe_ownership(self, batch: Batch) -> None:
+    def _probe_ownership(self, batch: Batch, real: int | None) -> None:
         """Half of the records are asked for the gradients of their losses: the others have none in their places."""
         records = batches.records(batch, self.rows_per_record)
-        losses, watch = self._run_planned(batch)
+        losses, watch = self._run_planned(batch, real=real)
         asked = half_of(records).to(losses.device)
-        uses = [use for use in watch.uses if isinstance(self._plan[use.key], Placed)]
         total = losses[asked.repeat_interleave(self.rows_per_record)].sum()
-        for use, gradients in zip(uses, watch.backward(total, uses), strict=True):
+        uses = [u for u in watch.uses if self.sharding.is_sharded or is_placed(u, self._plan)]
+        with self.sharding.ranks.in_a_pass():
+            found = watch.backward(total, uses)
+        for use, gradients in zip(uses, found, strict=True):
             layouts = layouts_of(use, self._plan, len(losses)) or ()
             refuse_gradients_of(~asked, records, use, gradients, layouts)
+
+    def _compare_layer_by_layer(self, few: Batch, blank: bool) -> None:
+        """The same for a sharded model, of which no rank holds a whole gradient: equally many passes on all ranks."""
+        ranks, records = self.sharding.ranks, batches.records(few, self.rows_per_record)
+        with without_dropout(self.module):
+            tape = self._record(few, real=0 if blank else None)
+            found = [self._compared(tape, few, record) for record in range(records)]
+            dtype = torch.bfloat16 if self._half(few) else torch.float32
+            off = {name for one in found if one is not None for name in one.off(dtype)}
+            if not ranks.any(bool(off)):
+                return
+            again = [self._compared(tape, few, record) for record in range(records)]
+        is_random = [one and one.plain for one in found] != [one and one.plain for one in again]
+        if off and not is_random:
+            raise GradientError(_DIFFERENT.format(", ".join(sorted(off))))
+
+    def _compared(self, tape: Tape, few: Batch, record: int) -> Comparison | None:
+        """One record of a tape against plain autograd; None: it only fills up."""
+        place = torch.tensor([record], device=batches.device(few))
+        own = batches.take(few, batches.rows_of_records(place, self.rows_per_record))
+        with self.sharding.ranks.in_a_pass(), torch.enable_grad(), _eagerly():
+            loss = self._loss_of_record(self.module, own, None)
+            if tape.records:
+                return compare(tape, record, loss)
+            backward_meeting(loss, tape.parameters, lambda *_: None)
+            return None
 
     def _compare_with_autograd(self, few: Batch) -> None:
         with without_dropout(self.module):
@@ -398,8 +504,10 @@ class Recorder:
         """Some records from all over the batch, in its order: a model may want the longest first."""
         records = real or batches.records(batch, self.rows_per_record)
         most = COMPARED_FIRST if self._looks.occasions == 1 else COMPARED_LATER
-        drawn = torch.randperm(records)[:most].sort().values
-        index = drawn.to(batches.device(batch))
+        drawn = torch.randperm(records)[:most]
+        if self.sharding.is_sharded:  # equally many on all ranks
+            drawn = drawn[torch.arange(most) % len(drawn)]
+        index = drawn.sort().values.to(batches.device(batch))
         return batches.take(batch, batches.rows_of_records(index, self.rows_per_record))
 
     @contextmanager
@@ -440,3 +548,20 @@ def _packed_order(layers: Sequence[nn.Module], watch: Watch) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+_NO_FALLBACK = (
+    "Every parameter of a sharded model must be used in calls that dpis can take apart, one by one; {}: {}. Without "
+    "its gradients nothing could be clipped. The slow way over the whole model needs all of its parameters in one "
+    "place: freeze the parameter, write the layer with functions of torch.nn.functional, or train without fully_shard."
+)
+_DIFFERENT = (
+    "Gradients of single records were required to equal those of plain autograd on one record at a time; those of {} "
+    "do not. Records may couple, or the model may depend on the batch size: nothing can be clipped safely like this, "
+    "so no privacy could be promised. Train a small copy of the model without fully_shard: it tells rounding from "
+    "mistakes, and can take the slow way."
+)
+_NOT_GATHERED = (
+    "Every trainable parameter of a sharded model must be used in every pass; {} was not even gathered. The optimizer "
+    "would move it by noise alone. Freeze what the loss does not depend on: parameter.requires_grad_(False)."
+)

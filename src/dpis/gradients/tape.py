@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.factors.factor import Factor, chosen, finite_sum, kept_by, squared_norms
+from dpis.gradients.factors.factor import Factor, Kept, chosen, finite_sum, kept_by, squared_norms
 from dpis.gradients.parts import Part, put_together
 
 
@@ -36,6 +36,8 @@ class Tape:
 
     def norms(self) -> Tensor:
         """``||grad_i||`` over all parameters, for every record, in float64; not finite where a gradient is not."""
+        if not self.records:
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
         with torch.no_grad(), full_precision(self._device):
             return squared_norms(self._factors, self.records).sqrt()
 
@@ -58,12 +60,21 @@ class Tape:
             weights = functional.pad(weights, (0, self.filling))
         kept, exactly = kept_by(weights)
         own = weights if kept is None else chosen(weights, kept)
-        for name, parts in self.parts.items():
-            with torch.no_grad(), full_precision(self._device):
-                some = parts if kept is None else [part.select(kept) for part in parts]
-                sums = [finite_sum(part.factor, own, exactly) for part in some]
-                total = put_together(parts, sums, self.parameters[name])
-            yield name, total
+        for name in self.parts:
+            yield name, self._sum_of(name, kept, own, exactly)
+
+    def weighted_sum_of(self, name: str, weights: Tensor) -> Tensor:
+        """``Σ_i weights_i grad_i`` of one parameter; as in `weighted_sums`."""
+        kept, exactly = kept_by(weights)
+        own = weights if kept is None else chosen(weights, kept)
+        return self._sum_of(name, kept, own, exactly)
+
+    def _sum_of(self, name: str, kept: Kept | None, own: Tensor, exactly: bool) -> Tensor:
+        parts = self.parts[name]
+        with torch.no_grad(), full_precision(self._device):
+            some = parts if kept is None else [part.select(kept) for part in parts]
+            sums = [finite_sum(part.factor, own, exactly) for part in some]
+            return put_together(parts, sums, self.parameters[name])
 
     @property
     def _factors(self) -> list[Factor]:

@@ -53,6 +53,11 @@ class Computed(ParameterSource):
     call: Call
     rule: Rule | None
 
+    @property
+    def by_autograd(self) -> bool:
+        """Whether gradients pass from it to its parameters through autograd's own graph."""
+        return self.rule is None or not self.rule.pulls_back
+
 
 Sources = tuple[ParameterSource, ...]
 
@@ -125,7 +130,7 @@ class Watch(TorchFunctionMode):
         may_run_again: bool = True,
     ) -> None:
         super().__init__()
-        self.parameters = parameters
+        self.parameters = dict(parameters)
         self.uses: list[Use] = []
         self.ran_again = False
         self._replays = False
@@ -183,6 +188,16 @@ class Watch(TorchFunctionMode):
                 use.require_unchanged()  # the likely reason, in plain words
             raise
         return [[next(gradients) for _ in use.edges] for use in uses]
+
+    def know(self, name: str, tensor: Tensor) -> None:
+        """From now on, this tensor is (also) the parameter of that name."""
+        if id(tensor) not in self._sources:
+            self.parameters |= shown({name: tensor})
+            self._follow(self.parameters[name])
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a parameter, or made of parameters alone."""
+        return id(tensor) in self._sources
 
     def source_of(self, tensor: Tensor) -> ParameterSource:
         """Where a tensor that the watch follows comes from."""
@@ -279,6 +294,14 @@ def names_in(label: Any) -> list[str]:
         return [label[0]]  # a view
     _, labels, _ = label[0]  # the key of the call that made it
     return list(dict.fromkeys(name for part in labels for name in names_in(part)))
+
+
+def made_of(label: Any) -> Iterator[Hashable]:
+    """A label, and those of all that its tensor was computed from."""
+    yield label
+    if not isinstance(label, str) and not isinstance(label[0], str):
+        for part in label[0][1]:
+            yield from made_of(part)
 
 
 def changes_its_argument(function: Callable[..., Any]) -> bool:

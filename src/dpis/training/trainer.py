@@ -246,9 +246,8 @@ class Trainer:
 
     def _refuse_seen_padding(self, rows: Rows) -> None:
         """How far a row is padded depends on who shares its batch: the model must not see it."""
-        for padded, alone in rows.padded_otherwise:
-            if not self._gradients.gradients_agree(padded, alone):
-                raise CouplingError(SEES_PADDING)
+        if not self._gradients.gradients_agree(rows.padded_otherwise, like=rows.batch):
+            raise CouplingError(SEES_PADDING)
 
     def _step_scheduler(self) -> None:
         scheduler = self.task.scheduler

@@ -25,10 +25,12 @@ class Elementwise(Rule):
     Attributes:
         to_left: the slope of the left operand.
         to_right: that of the right one, which a function may scale by ``alpha`` beforehand.
+        reads_parameters: whether the slope of a parameter depends on its value.
     """
 
     to_left: Slope
     to_right: Slope
+    reads_parameters: bool = False
 
     def accepts(self, call: Call) -> bool:
         """Two operands, of which exactly one is a parameter. Rounding has no gradient."""
@@ -51,6 +53,8 @@ class Elementwise(Rule):
 class Spread(Rule):
     """A parameter repeated along new or single dimensions (``expand``): ``dp = Σ g``."""
 
+    reads_parameters = False
+
     def accepts(self, call: Call) -> bool:
         """The spread tensor is the parameter."""
         return call.wants(call.argument(0, "input"))
@@ -64,6 +68,8 @@ class Spread(Rule):
 
 class Repeat(Rule):
     """A parameter tiled (``repeat``): ``dp = Σ g`` over the tiles of a record."""
+
+    reads_parameters = False
 
     def accepts(self, call: Call) -> bool:
         """The repeated tensor is the parameter."""
@@ -101,7 +107,9 @@ ADD = Elementwise(lambda g, left, right: g, lambda g, left, right: g)
 SUBTRACT = Elementwise(lambda g, left, right: g, lambda g, left, right: -g)
 MULTIPLY = Elementwise(lambda g, left, right: g * right, lambda g, left, right: g * left)
 DIVIDE = Elementwise(
-    lambda g, left, right: g / right, lambda g, left, right: -g * left / right.square()
+    lambda g, left, right: g / right,
+    lambda g, left, right: -g * left / right.square(),
+    reads_parameters=True,
 )
 RULES: RuleTable = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.add_, Tensor.__radd__), ADD),

@@ -36,6 +36,8 @@ class Convolution(Rule):
     The kernel's factor keeps ``x`` and ``g``, or the gradients; ``db = Σ_p g_p``.
     """
 
+    reads_parameters = False
+
     def accepts(self, call: Call) -> bool:
         """A batch of images that is not itself a parameter (one image alone has no records)."""
         x, weight = call.argument(0, "input"), call.argument(1, "weight")

@@ -16,6 +16,8 @@ from dpis.gradients.rules.rule import Call, Factors, ParameterFactor, Ran, Rule,
 class Table(Rule):
     """What both have in common: two options that look at the whole batch are refused."""
 
+    reads_parameters = False
+
     def compute(self, call: Call) -> Tensor:
         """Look up."""
         if call.argument(3, "max_norm") is not None:

@@ -15,6 +15,8 @@ from dpis.gradients.rules.rule import Call, Factors, Rule, RuleTable, Watched
 class Linear(Rule):
     """``y = x Wᵀ + b`` over any leading dimensions: ``dW = Σ_l g_l ⊗ x_l``, ``db = Σ_l g_l``."""
 
+    reads_parameters = False
+
     def accepts(self, call: Call) -> bool:
         """A matrix for a weight, and an input that is not itself a parameter."""
         return call.argument(1, "weight").ndim == 2 and not call.wants(call.argument(0, "input"))
@@ -37,6 +39,8 @@ class Linear(Rule):
 
 class Product(Rule):
     """``y = x W`` or ``y = W x`` with a matrix ``W``: ``dW = Σ_l x_l ⊗ g_l``, or transposed."""
+
+    reads_parameters = False
 
     def accepts(self, call: Call) -> bool:
         """Two operands, of which one is a weight matrix and the other a batch of matrices."""
@@ -65,6 +69,8 @@ class Product(Rule):
 
 class AddedProduct(Rule):
     """``y = b + x W`` (``addmm``): the outer product of ``x W``, the bias of a linear layer."""
+
+    reads_parameters = False
 
     def accepts(self, call: Call) -> bool:
         """A vector for a bias, an input that is no parameter, neither ``alpha`` nor ``beta``."""

@@ -19,6 +19,8 @@ class Affine(Rule):
     The normalised input ``x̂`` is computed again: that is cheaper than keeping it.
     """
 
+    reads_parameters = False
+
     scale_at: ClassVar[int]
     """The place of the scale among the arguments."""
     shift_at: ClassVar[int | None]

@@ -113,6 +113,14 @@ class Rule(ABC):
     A rule is stateless: all it knows travels through ``saved``.
     """
 
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether `factors` reads the values of parameters, not their shapes alone.
+
+        A sharded model has freed them by then, and must gather them once more.
+        """
+        return True
+
     def run(self, call: Call) -> Ran:
         """Run the forward pass of the call and say what to keep.
 
@@ -141,6 +149,11 @@ class Rule(ABC):
             Factors over records; None leaves it to autograd, which is right for every function.
         """
         return None
+
+    @property
+    def pulls_back(self) -> bool:
+        """Whether `pull_back` needs no help from autograd."""
+        return type(self).pull_back is not Rule.pull_back
 
     @abstractmethod
     def factors(self, saved: Any, watched: Watched) -> Factors:

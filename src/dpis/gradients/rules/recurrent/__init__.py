@@ -27,6 +27,8 @@ class RecurrentRule(Rule):
         read: what a call is about.
     """
 
+    reads_parameters = False  # its kernels keep copies
+
     cell: Cell
     read: Callable[[Call], Recurrence]
 
