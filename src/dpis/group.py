@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,9 +113,19 @@ class Group(ABC):
             RankError: some ranks did not come.
         """
 
-    def any(self, flag: bool) -> bool:
-        """Whether it holds on any rank."""
-        return any(theirs for (theirs,) in self.numbers(int(flag)))
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank; raises as `hear` does."""
+        return any(self.gathered(here))
+
+    @contextmanager
+    def in_a_pass(self) -> Iterator[None]:
+        """Here a sharded model's own collectives run: all ranks enter, or none.
+
+        What raises inside cannot be told: the others wait in a collective of the model, not for a word. The process
+        ends, and its launcher stops the others.
+        """
+        self.any(False)
+        yield
 
     def require_same(self, value: Any, what: str) -> None:
         """Refuse to go on if a rank holds another value.
@@ -178,11 +188,15 @@ class Ranks(Group):
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.stopped = False
+        self.stopped = self._passing = False
         self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def gathered(self, value: T) -> list[T]:
-        """Over gloo."""
+        """From all that go on."""
+        self.any(False)
+        return self._all(value)
+
+    def _all(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         with self._connected():
             dist.all_gather_object(values, value, group=self._words)
@@ -209,33 +223,44 @@ class Ranks(Group):
         return result
 
     def hear(self, place: int = 0) -> None:
-        """Two numbers from every rank; where one says that a rank stopped, the cause follows."""
-        places = self._told(False, place)
-        if places is None:
-            causes = self.gathered("")
+        """A word from every rank."""
+        self._word(place, False)
+
+    def any(self, here: bool) -> bool:
+        """A word from every rank."""
+        return self._word(_ASKING, here)
+
+    def stop(self, error: BaseException) -> None:
+        """Once; a group that has come apart hears nothing any more."""
+        if not self.stopped and not self._passing:
+            with suppress(RankError):
+                self.numbers(1, 0, 0)
+                self._all(_in_words(error))
+        self.stopped = True
+
+    def _word(self, place: int, here: bool) -> bool:
+        """Three numbers from every rank: whether it stops, where it stands, what it answers. Causes follow a stop."""
+        stops, places, answers = zip(*self.numbers(0, place, int(here)), strict=True)
+        if any(stops):
+            causes = self._all("")
             self.stopped = True
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
             raise RankError(f"rank {rank} stopped: {cause} {HOW_TO_GO_ON}")
         if len(set(places)) > 1:
             self.stopped = True
-            stand = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(places))
             raise RankError(
-                f"the processes stand at different places ({stand}): each must take every batch of every epoch, and "
-                f"step once for it. {HOW_TO_GO_ON}"
+                f"the processes stand at different places ({_in_a_row(places)}): each must take every batch of every "
+                f"epoch, and step once for it. {HOW_TO_GO_ON}"
             )
+        return any(answers)
 
-    def stop(self, error: BaseException) -> None:
-        """Once; a group that has come apart hears nothing any more."""
-        if not self.stopped:
-            with suppress(RankError):
-                self._told(True, 0)
-                self.gathered(_in_words(error))
-            self.stopped = True
-
-    def _told(self, stopped: bool, place: int) -> list[int] | None:
-        """The places of all ranks, or None if one of them stops."""
-        stops, places = zip(*self.numbers(int(stopped), place), strict=True)
-        return None if any(stops) else list(places)
+    @contextmanager
+    def in_a_pass(self) -> Iterator[None]:
+        """Left by an exception, it is never left: `stop` then tells nobody."""
+        self.any(False)
+        self._passing = True
+        yield
+        self._passing = False
 
     def arrive(self, what: str, seconds: float = 60.0) -> None:
         """A barrier that tells who is missing."""
@@ -326,6 +351,17 @@ def share_weights(model: nn.Module, group: Group) -> None:
     """Every process begins with the model of rank 0, as `DistributedDataParallel` has it."""
     for tensor in (*model.parameters(), *model.buffers()):
         group.share(tensor)
+
+
+_ASKING = -1
+"""The place of a rank that asks whether something is so on any."""
+
+
+def _in_a_row(places: Sequence[int]) -> str:
+    def where(place: int) -> str:
+        return f"epoch {place >> 32}, step {place & 0xFFFFFFFF}" if place > 0 else "elsewhere"
+
+    return "; ".join(f"rank {rank}: {where(place)}" for rank, place in enumerate(places))
 
 
 def _in_words(error: BaseException) -> str:

@@ -14,12 +14,12 @@ from dpis.coupling.neighbours import refuse_coupled_losses, with_one_changed
 from dpis.errors import GradientError, InputError
 from dpis.gradients.evidence import Trace, gradients_of, narrow
 from dpis.gradients.layout import Growth, Layout, find_growth
-from dpis.gradients.ranks import Ranks
 from dpis.gradients.rules.general import General, arguments
 from dpis.gradients.rules.rule import name_of
 from dpis.gradients.sharding import Sharding
 from dpis.gradients.verdicts import Beyond, Constant, Key, Placed, Plan, Verdict
 from dpis.gradients.watch import Use, Watch, names_in
+from dpis.group import Group
 
 
 class GeneralRuleError(RuntimeError):
@@ -121,7 +121,7 @@ def make_plan(
 
 
 def _follow_constants(
-    traced: Callable[[Plan, Batch], Trace], two: Batch, three: Batch, K: int, ranks: Ranks
+    traced: Callable[[Plan, Batch], Trace], two: Batch, three: Batch, K: int, ranks: Group
 ) -> tuple[Plan, Plan, Trace]:
     """Follow the calls that depend on no record, link by link, until a round shows no other.
 

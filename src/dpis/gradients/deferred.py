@@ -17,9 +17,9 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.padding_trials import Inputs, directions_of_both
 from dpis.errors import InputError
 from dpis.gradients.parts import without_overlap
-from dpis.gradients.ranks import Ranks
 from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.tape import Tape, full_precision
+from dpis.group import Group
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
 
@@ -144,7 +144,7 @@ class DeferredGradients:
         return self._recorder.tape(passed._forward, total, (*passed.inputs, directions))
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Group:
         """The processes that hold the slices of a sharded model; of any other this one alone."""
         return self._recorder.sharding.ranks
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dpis.coupling.neighbours import coupled, refuse_gradient_of_others, same
 from dpis.gradients.layout import Growth, Layout
-from dpis.gradients.ranks import Ranks
 from dpis.gradients.rules.rule import name_of
 from dpis.gradients.verdicts import Key, Shapes
 from dpis.gradients.watch import Use, Watch, names_in
+from dpis.group import Group
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Trace:
 
 
 def gradients_of(
-    trace: Trace, record: int, rows_per_record: int, ranks: Ranks
+    trace: Trace, record: int, rows_per_record: int, ranks: Group
 ) -> dict[Key, list[Tensor | None]]:
     """How one record's loss depends on each watched tensor."""
     if not trace.losses.ndim:  # one loss for all: losses.py refuses it

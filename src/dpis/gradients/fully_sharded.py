@@ -6,18 +6,17 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpis import batches
 from dpis.errors import GradientError, InputError
-from dpis.gradients.ranks import ProcessRanks
 from dpis.gradients.rules.rule import HALF, Call
 from dpis.gradients.sharded_sums import Slice, require_rows
 from dpis.gradients.sharding import Owners, Sharding
 from dpis.gradients.watch import Computed, Shown, Use, Watch, made_of, names_in
+from dpis.group import Group, current_group
 
 
 class Location(NamedTuple):
@@ -54,7 +53,7 @@ class FullySharded(Sharding):
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         for name, parameter in trainable.items():
             require_rows(name, parameter)
-        self.ranks = ProcessRanks(_group_of(trainable))
+        self.ranks = _group_of(trainable)
         for name, parameter in trainable.items():
             Slice.of(name, parameter, self.ranks.rank)
         self._locations = _by_owner(module, self.modules)
@@ -154,12 +153,15 @@ def is_sharded(module: nn.Module) -> bool:
     return slices or any(isinstance(layer, FSDPModule) for layer in module.modules())
 
 
-def _group_of(parameters: Mapping[str, Tensor]) -> dist.ProcessGroup | None:
-    """The processes over which all of them are sharded."""
+def _group_of(parameters: Mapping[str, Tensor]) -> Group:
+    """The processes over which all of them are sharded: all there are."""
     meshes = {p.device_mesh: name for name, p in parameters.items() if isinstance(p, DTensor)}
     if len(meshes) > 1:
         raise InputError(_MESHES.format(*list(meshes.values())[:2]))
-    return next(iter(meshes)).get_group() if meshes else None
+    group = current_group()
+    if any(mesh.size() != group.size for mesh in meshes):
+        raise InputError(_NOT_ALL)
+    return group
 
 
 def _by_owner(root: nn.Module, sharded: Sequence[nn.Module]) -> list[list[Location]]:
@@ -187,6 +189,10 @@ _NO_ROOT = (
 _MESHES = (
     "All trainable parameters must be sharded over one mesh of devices, but those of {} and {} are not. Their sums "
     "would be added up over different ranks, and the noise would be wrong. Give fully_shard the same mesh everywhere."
+)
+_NOT_ALL = (
+    "A sharded model must be sharded over all processes there are: the records of others would take part in no sum. "
+    "Make the mesh of all ranks."
 )
 _PASSED_ON = (
     "A tensor that is computed from parameters alone must not be passed into a sharded module, but one was passed into "

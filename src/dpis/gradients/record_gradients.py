@@ -15,9 +15,9 @@ from dpis.batches import Batch
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective, objective_of
-from dpis.gradients.ranks import Ranks
 from dpis.gradients.recorder import Recorder
 from dpis.gradients.tape import Tape
+from dpis.group import Group
 
 # Chooses the weights of records from their norms and their indices in the batch.
 Weigh = Callable[[Tensor, Tensor], Tensor]
@@ -110,7 +110,7 @@ class RecordGradients:
             raise InputError("No parameter of the module requires a gradient: nothing to train.")
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> Group:
         """The processes that hold the slices of a sharded model; of any other this one alone."""
         return self._recorder.sharding.ranks
 

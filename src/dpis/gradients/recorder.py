@@ -108,7 +108,7 @@ class Recorder:
             present: which rows count; None: all.
             real: only the first so many are records, the rest fills up; None: all.
         """
-        with self.sharding.ranks.all_or_none():
+        with self.sharding.ranks.stopping():
             self._look_around(batch, real)
             tape = self._record(batch, present, real)
             self._say_what_is_slow()
@@ -125,7 +125,7 @@ class Recorder:
             run: runs the model on them.
             real: as in `record`.
         """
-        with self.sharding.ranks.all_or_none():
+        with self.sharding.ranks.stopping():
             self._look_around(batch, real)
             records = batches.records(batch, self.rows_per_record)
             outputs, watch = self._run_planned(batch, run, real)
@@ -139,7 +139,7 @@ class Recorder:
             total: the sum of the losses of all records.
             same: a batch for which the objective gives these losses, where the pass must be run again.
         """
-        with self.sharding.ranks.all_or_none():
+        with self.sharding.ranks.stopping():
             try:
                 tape = self._tape(forward.watch, total, same, forward.records, None, forward.real)
             except GeneralRuleError as error:
@@ -168,7 +168,7 @@ class Recorder:
         if not self.sharding.ranks.any(not ready):
             return
         few = self._few(batch)
-        with self.sharding.ranks.all_or_none(), self.undisturbed():
+        with self.sharding.ranks.stopping(), self.undisturbed():
             self._plan_on(few, blank)
             self._require_gradients(few, blank)
         self._planned, self._ready = True, self._ready or not blank
@@ -215,7 +215,7 @@ class Recorder:
 
     def _fast_gradients_agree(self, one: Batch, other: Batch) -> bool:
         """The same for a sharded model, parameter by parameter. All ranks ask, and have one answer."""
-        with self.sharding.ranks.all_or_none(), self.undisturbed(), without_dropout(self.module):
+        with self.sharding.ranks.stopping(), self.undisturbed(), without_dropout(self.module):
             first, again, changed = (self._record(batch) for batch in (one, one, other))
             half = self._half(one)
             here = same_sums(first, changed, half) or not same_sums(first, again, half)

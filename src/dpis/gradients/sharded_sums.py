@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.ranks import Ranks
+from dpis.group import Group
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Slice:
             )
         return own
 
-    def summed(self, ranks: Ranks, full: Tensor, dtype: torch.dtype) -> Tensor:
+    def summed(self, ranks: Group, full: Tensor, dtype: torch.dtype) -> Tensor:
         """This slice of the sum over all ranks, in float64, added up in their order.
 
         Args:
@@ -76,12 +76,12 @@ class ShardedSums:
         slices: by name, what this rank holds of each.
     """
 
-    ranks: Ranks
+    ranks: Group
     parameters: Mapping[str, Tensor]
     slices: Mapping[str, Slice]
 
     @staticmethod
-    def of(ranks: Ranks, parameters: Mapping[str, Tensor]) -> ShardedSums:
+    def of(ranks: Group, parameters: Mapping[str, Tensor]) -> ShardedSums:
         """For the parameters of one model."""
         slices = {name: Slice.of(name, p, ranks.rank) for name, p in parameters.items()}
         return ShardedSums(ranks, parameters, slices)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from dpis.gradients.ranks import Ranks
 from dpis.gradients.watch import Use, Watch
+from dpis.group import Alone, Group
 
 # Indices of sharded modules that are gathered at the same time.
 Owners = tuple[int, ...]
@@ -26,7 +26,7 @@ class Sharding:
     is_sharded = False
 
     def __init__(self) -> None:
-        self.ranks = Ranks()
+        self.ranks: Group = Alone()
 
     @property
     def half(self) -> bool:
