@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dpis.coupling.model_parts import parts_of
 from dpis.errors import CouplingError, InputError
 
 
@@ -36,7 +37,7 @@ def fix_frozen_statistics(module: nn.Module) -> None:
     """Batch normalisation whose parameters are all frozen goes by the statistics it has: nobody is coupled by these."""
     frozen = {
         name: layer
-        for name, layer in module.named_modules()
+        for name, layer in _layers(module)
         if isinstance(layer, _BatchNorm)
         and layer.training
         and layer.running_mean is not None
@@ -62,7 +63,7 @@ def checked_model(module: nn.Module) -> nn.Module:
     """
     module = getattr(module, "_orig_mod", module)
     fix_frozen_statistics(module)
-    for name, layer in module.named_modules():
+    for name, layer in _layers(module):
         if isinstance(layer, torch.jit.ScriptModule):
             raise InputError(
                 f"A module of torch.nn was required, '{name or type(layer).__name__}' is a "
@@ -77,6 +78,16 @@ def checked_model(module: nn.Module) -> nn.Module:
                 "dpis.fix(module), or put the layer in evaluation mode."
             )
     return module
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those that must be looked at before every pass, since a mode or a setting may have changed."""
+    if isinstance(module, _LOOKED_AT):
+        yield "", module
+    yield from parts_of(module).of_kinds(_LOOKED_AT)
+
+
+_LOOKED_AT = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
 
 
 def _coupling(layer: nn.Module) -> str | None:
