@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -65,6 +65,7 @@ _LAST: MutableMapping[nn.Module, ModelParts] = WeakKeyDictionary()
 """What was found last. Nothing in there holds the model itself."""
 
 _TABLES = attrgetter("_parameters", "_buffers", "_modules")
+_NAMES, _OBJECTS = methodcaller("keys"), methodcaller("values")
 
 
 def parts_of(module: nn.Module) -> ModelParts:
@@ -86,4 +87,4 @@ def parts_of(module: nn.Module) -> ModelParts:
 def _contents_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> list[Any]:
     """Sizes, names and objects of every table of every layer."""
     tables = [*chain.from_iterable(map(_TABLES, (module, *layers.values())))]
-    return [*map(len, tables), *chain.from_iterable(tables), *chain(*map(dict.values, tables))]
+    return [*map(len, tables), *chain(*map(_NAMES, tables)), *chain(*map(_OBJECTS, tables))]
