@@ -87,4 +87,5 @@ def parts_of(module: nn.Module) -> ModelParts:
 def _contents_of(module: nn.Module, layers: Mapping[str, nn.Module]) -> list[Any]:
     """Sizes, names and objects of every table of every layer."""
     tables = [*chain.from_iterable(map(_TABLES, (module, *layers.values())))]
-    return [*map(len, tables), *chain(*map(_NAMES, tables)), *chain(*map(_OBJECTS, tables))]
+    filled = [*filter(len, tables)]
+    return [*map(len, tables), *chain(*map(_NAMES, filled)), *chain(*map(_OBJECTS, filled))]
