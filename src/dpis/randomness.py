@@ -212,9 +212,9 @@ class Stream:
 class Normals:
     """A vector of standard normals in float64, on the CPU, of which any slice can be made alone.
 
-    It is made in tiles. Tile ``t`` takes the blocks of the cipher from ``first_block(t)`` on, one for every two normals,
-    and reads them as whole numbers of 64 bits: the first half make radii, the others angles. Half of the tile are
-    ``radius · cos(angle)``, the rest ``radius · sin(angle)``. The last tile is as long as what is left.
+    It is made in tiles. Tile ``t`` takes the blocks of the cipher from ``first_block(t)`` on, one for every two
+    normals, and reads them as whole numbers of 64 bits: the first half make radii, the others angles. Half of the tile
+    are ``radius · cos(angle)``, the rest ``radius · sin(angle)``. The last tile is as long as what is left.
 
     Args:
         key: 32 bytes that key nothing else. Take normals from `Key.normals`.
@@ -310,7 +310,6 @@ def _cipher(key: bytes, block: int = 0) -> Any:
     The mode of Galois encrypts in counter mode, and makes a tag that nobody asks for. OpenSSL has it in wider vectors,
     which makes it more than twice as fast.
     """
-    nonce, counter = divmod(block, 1 << 32)
-    mode = modes.GCM(nonce.to_bytes(12, "big")) if counter == _FIRST else None
-    mode = mode or modes.CTR(block.to_bytes(16, "big"))
+    whole = block.to_bytes(16, "big")
+    mode = modes.GCM(whole[:12]) if block % (1 << 32) == _FIRST else modes.CTR(whole)
     return Cipher(algorithms.AES(key), mode).encryptor()
