@@ -144,10 +144,16 @@ def _add_tiles(parts: Sequence[_Part], noise_std: float, normals: Normals) -> No
     parts_of = {n: list(own) for n, own in groupby(parts, lambda part: part.begin // TILE)}
     for number, tile in enumerate(normals.tiles(first, last + 1), first):
         tile.mul_(noise_std)
-        for part in parts_of.get(number, ()):
-            begin, entries = part.begin - number * TILE, part.entries
-            noisy = tile[begin : begin + len(entries)].add_(entries)
-            entries.copy_(on_grid(noisy, noise_std))
+        begin = number * TILE
+        own = [
+            (tile[part.begin - begin :][: len(part.entries)], part.entries)
+            for part in parts_of.get(number, ())
+        ]
+        for noisy, entries in own:
+            noisy.add_(entries)
+        on_grid(tile, noise_std)
+        for noisy, entries in own:
+            entries.copy_(noisy)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpis.coupling.loss import UntriedLossWarning
+from dpis.coupling.loss import LossProbe, UntriedLossWarning
+from dpis.coupling.loss_tape import LossTape
+from dpis.coupling.loss_watch import LossRules, LossWatch
+from dpis.coupling.outputs import watched_outputs
+from dpis.coupling.own_means import OwnMeans
 from dpis.errors import CouplingError
 
 from .loops import Loop, data, mlp, private
@@ -392,3 +397,19 @@ def test_outputs_of_shape_rows_take_the_same_steps(loss: Loss, records: int):
     other, _ = trained(False)
     assert (0 in sizes) == (records == 6)
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_look_leaves_no_tensor_behind() -> None:
+    """Nor waits for a sweep of reference cycles: outputs may be logits over 50,000 words."""
+    tape, leaf = LossTape(), torch.randn(6, 3, requires_grad=True)
+    watch = LossWatch(6, LossRules(True, OwnMeans(), lambda *_: None), tape=tape)
+    watch.open([(leaf, 0)])
+    loss = nn.functional.cross_entropy(watched_outputs(leaf, watch), torch.arange(6) % 3)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(one), Tensor) for one in gc.get_objects())
+        LossProbe().refuse_coupled(loss, None, [[(leaf, 0)]], tape)
+        assert sum(issubclass(type(one), Tensor) for one in gc.get_objects()) <= before
+    finally:
+        gc.enable()

@@ -131,7 +131,7 @@ def told_apart(worlds: int) -> int:
 
 
 def box_muller_on_a_coarse_lattice(
-    words: Any, numbers: Tensor, normals: Tensor, _real: Any = randomness._box_muller
+    words: Any, numbers: Any, normals: Any, _real: Any = randomness._box_muller
 ) -> None:
     """Radii from uniforms of 52 bits: those that we use have 63, and the lattice shows in rarer tails."""
     radii = words[: len(words) // 2]

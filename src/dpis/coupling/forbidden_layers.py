@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dpis.coupling.model_parts import parts_of
 from dpis.errors import CouplingError, InputError
 
 
@@ -34,9 +35,13 @@ _TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def fix_frozen_statistics(module: nn.Module) -> None:
     """Batch normalisation whose parameters are all frozen goes by the statistics it has: nobody is coupled by these."""
+    _fix_frozen(module, _layers(module))
+
+
+def _fix_frozen(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> None:
     frozen = {
         name: layer
-        for name, layer in module.named_modules()
+        for name, layer in layers
         if isinstance(layer, _BatchNorm)
         and layer.training
         and layer.running_mean is not None
@@ -61,8 +66,9 @@ def checked_model(module: nn.Module) -> nn.Module:
         InputError: for TorchScript.
     """
     module = getattr(module, "_orig_mod", module)
-    fix_frozen_statistics(module)
-    for name, layer in module.named_modules():
+    layers = _layers(module)
+    _fix_frozen(module, layers)
+    for name, layer in layers:
         if isinstance(layer, torch.jit.ScriptModule):
             raise InputError(
                 f"A module of torch.nn was required, '{name or type(layer).__name__}' is a "
@@ -77,6 +83,15 @@ def checked_model(module: nn.Module) -> nn.Module:
                 "dpis.fix(module), or put the layer in evaluation mode."
             )
     return module
+
+
+def _layers(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those that must be looked at before every pass, since a mode or a setting may have changed."""
+    own = [("", module)] if isinstance(module, _LOOKED_AT) else []
+    return own + parts_of(module).of_kinds(_LOOKED_AT)
+
+
+_LOOKED_AT = (_BatchNorm, _InstanceNorm, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
 
 
 def _coupling(layer: nn.Module) -> str | None:

@@ -172,14 +172,19 @@ class LossTape:
 
 
 def _done_again(call: TapeCall, values: Mapping[int, Tensor]) -> Any:
-    def filled(given: Any) -> Any:
-        if isinstance(given, _Slot):
-            return values[given.number]
-        return given.generator() if isinstance(given, _Coins) else _mapped(filled, given)
-
+    args, kwargs = _filled(values, call.args), _filled(values, call.kwargs)
     chance = _standing_at(call.states) if call.random else nullcontext()
     with chance, torch.set_grad_enabled(call.with_gradients), call.precision():
-        return call.function(*filled(call.args), **filled(call.kwargs))
+        return call.function(*args, **kwargs)
+
+
+def _filled(values: Mapping[int, Tensor], given: Any) -> Any:
+    """With tensors and generators in their slots; no closure: one that calls itself holds all values until a sweep."""
+    if isinstance(given, _Slot):
+        return values[given.number]
+    if isinstance(given, _Coins):
+        return given.generator()
+    return _mapped(partial(_filled, values), given)
 
 
 def _mapped(function: Callable[[Any], Any], given: Any) -> Any:

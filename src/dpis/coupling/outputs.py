@@ -79,12 +79,15 @@ class WatchedOutput(Tensor):
     ) -> Any:
         """Look at the call, then let it happen."""
         kwargs = kwargs or {}
+        if function in _TELL_NO_NUMBERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             given = list(batches.tensors((args, kwargs)))
             watch = next((watch for watch in map(_watch_of, given) if watch), None)
             if torch.is_grad_enabled():
                 _refuse_strangers(function, given)
-        own = None if watch is None else watch.own_mean(function, args, kwargs)
+        own = None if watch is None else _own_mean(watch, function, args, kwargs)
         if own is not None:
             return own
         if function is Tensor.backward and watch is not None:
@@ -106,6 +109,20 @@ class WatchedOutput(Tensor):
             if tape is not None and call is not None:
                 tape.after(call, result)
         return result
+
+
+def _own_mean(
+    watch: LossWatch, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor | None:
+    """What stands for a mean, watched: step by step where it is written down, else as a whole."""
+    if watch.tape is not None and watch.tape.open:
+        return watch.own_mean(function, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        own = watch.own_mean(function, args, kwargs)
+        if own is None:
+            return None
+        watch.refuse_rounded(own)
+        return _passed_on(own.as_subclass(WatchedOutput), watch)
 
 
 def _backward(
@@ -183,6 +200,14 @@ def _trained_by(tensor: Tensor) -> Iterator[Tensor]:
             yield arrives_at
         waiting.extend(following for following, _ in node.next_functions)
 
+
+_ATTRIBUTES = "shape", "ndim", "dtype", "device", "requires_grad", "is_leaf", "_version"
+_METHODS = "size", "dim", "numel", "is_floating_point", "__len__"
+_TELL_NO_NUMBERS: frozenset[Any] = frozenset(
+    {*(getattr(Tensor, name) for name in _METHODS)}
+    | {getattr(Tensor, name).__get__ for name in _ATTRIBUTES}
+)
+"""What a loop asks of a tensor all the time, and what nothing is computed from."""
 
 _TRAINED_BESIDE = (
     "a tensor that requires a gradient was combined with outputs of the private model: a head, a loss with weights of "

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor, nn
 
 from dpis.batches import flattened
+from dpis.coupling.model_parts import parts_of
 from dpis.errors import CouplingError
 
 SMALL = 1 << 16
@@ -111,8 +112,9 @@ def _value_of(tensor: Tensor) -> Tensor | Digest:
 
 def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     """Every parameter and buffer, and whether it is a frozen parameter."""
-    yield from ((name, p, not p.requires_grad) for name, p in module.named_parameters())
-    yield from ((name, buffer, False) for name, buffer in module.named_buffers())
+    parts = parts_of(module)
+    yield from ((name, p, not p.requires_grad) for name, p in parts.parameters.items())
+    yield from ((name, buffer, False) for name, buffer in parts.buffers.items())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

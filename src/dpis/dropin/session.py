@@ -16,6 +16,7 @@ from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.loss_watch import FULL_PRECISION, LossRules, LossWatch
+from dpis.coupling.model_parts import parts_of
 from dpis.coupling.outputs import unwatch, watched_outputs
 from dpis.coupling.own_means import OwnMeans
 from dpis.coupling.padding import PaddedOtherwise
@@ -196,7 +197,8 @@ class Session:
             step.state = ModelState(self.gradients.module, closely=self.looks_now)
         with self._masks(before, 0 if seen is None else len(seen.passes)):
             passed = self.gradients.run(args, kwargs)
-        step.state.check_unwritten()
+        if self.looks_now:
+            step.state.check_unwritten()  # where it happened; before the release always
         self._require_rows(step, before + passed.rows, whole=seen is not None)
         self._template = passed.blank if self._template is None else self._template
         self._trials.prepare(
@@ -269,7 +271,8 @@ class Session:
     def _follow_thaws(self) -> None:
         """Between two steps parameters may be frozen or thawed; the recorder looks at all else, in its own words."""
         known = self.gradients.parameters
-        now = {n: p for n, p in self.gradients.module.named_parameters() if p.requires_grad}
+        parameters = parts_of(self.gradients.module).parameters.items()
+        now = {name: p for name, p in parameters if p.requires_grad}
         if now.keys() == known.keys() and all(now[name] is known[name] for name in known):
             return
         begun = self._step is not None and self._step.covered > 0

@@ -107,17 +107,25 @@ def make_plan(
             moved = traced(constants, with_one_changed(three, record, K, keep_order=True))
         refuse_coupled_losses(more.losses, moved.losses, record, K)
         batch_shaped |= _sizes(moved) != _sizes(more)
-        gradients = gradients_of(moved, record, K, sharding.ranks)
+        judged = _narrowed(judged, more, moved, record, K, sharding.ranks)
         ran_again |= moved.watch.ran_again
-        for key, verdict in judged.items():
-            if isinstance(verdict, Placed):
-                after, own = moved.uses.get(key), gradients.get(key, [])
-                growths = narrow(verdict.growths, more.uses[key], after, own, record, K)
-                judged[key] = replace(verdict, growths=growths)
+        del moved  # before the next: a pass holds the model's activations
     for key, verdict in judged.items():
         if isinstance(verdict, Placed) and not all(growth.settled for growth in verdict.growths):
             judged[key] = Beyond("records and positions share a dimension in an unknown order")
     return Findings(constants | judged, _bytes(more) // 3, batch_shaped, ran_again)
+
+
+def _narrowed(judged: Plan, before: Trace, moved: Trace, record: int, K: int, ranks: Group) -> Plan:
+    """The verdicts, without the orders that contradict what moved when one record was changed."""
+    gradients = gradients_of(moved, record, K, ranks)
+    narrowed = dict(judged)
+    for key, verdict in judged.items():
+        if isinstance(verdict, Placed):
+            after, own = moved.uses.get(key), gradients.get(key, [])
+            growths = narrow(verdict.growths, before.uses[key], after, own, record, K)
+            narrowed[key] = replace(verdict, growths=growths)
+    return narrowed
 
 
 def _follow_constants(
@@ -136,6 +144,7 @@ def _follow_constants(
         if not ranks.any(found.keys() != constants.keys()):
             return constants, judged, more
         constants = found
+        del few, more  # before the next two
     raise GradientError(_TOO_LONG_A_CHAIN)
 
 

@@ -19,6 +19,7 @@ from dpis.batches import Batch
 from dpis.coupling.agreement import PlainGradients, norms_fit, same_gradient, without_dropout
 from dpis.coupling.forbidden_layers import checked_model
 from dpis.coupling.looks import Looks
+from dpis.coupling.model_parts import parts_of
 from dpis.coupling.neighbours import half_of
 from dpis.errors import GradientError, InputError
 from dpis.gradients.backward import is_placed, left_to_fallback, run_backward
@@ -227,7 +228,8 @@ class Recorder:
     def _require_unchanged(self) -> None:
         """What was true of the module at the start must still be: parameters, and nothing that couples records."""
         checked_model(self.module)
-        now = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        parameters = parts_of(self.module).parameters.items()
+        now = {name: p for name, p in parameters if p.requires_grad}
         same = now.keys() == self.parameters.keys()
         is_still = self.sharding.is_still
         if not same or not all(is_still(n, p, now[n]) for n, p in self.parameters.items()):

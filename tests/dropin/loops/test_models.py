@@ -71,7 +71,7 @@ def test_in_training_mode_frozen_batch_normalisation_would_couple(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And is refused at once: nothing but the evaluation mode lets it pass."""
-    monkeypatch.setattr(forbidden_layers, "fix_frozen_statistics", lambda module: None)
+    monkeypatch.setattr(forbidden_layers, "_fix_frozen", lambda module, layers: None)
     with pytest.raises(CouplingError, match="normalises by statistics of the whole batch"):
         private(frozen(), images(), n_public=MOST)
 
