@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dpis.errors import InputError
-from dpis.gradients.factors.factor import Factor, chosen, finite_sum, kept_by, squared_norms
+from dpis.gradients.factors.factor import (
+    Factor,
+    chosen,
+    finite_sum,
+    kept_by,
+    squared_norms_and_doubts,
+)
 from dpis.gradients.parts import Part, put_together
 
 
@@ -36,8 +43,7 @@ class Tape:
 
     def norms(self) -> Tensor:
         """``||grad_i||`` over all parameters, for every record, in float64; not finite where a gradient is not."""
-        with torch.no_grad(), full_precision(self._device):
-            return squared_norms(self._factors, self.records).sqrt()
+        return self._squares[0].sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """``Σ_i weights_i grad_i`` by parameter name, as `weighted_sums` gives them."""
@@ -47,7 +53,7 @@ class Tape:
         """``Σ_i weights_i grad_i``, parameter by parameter, in float32 or better, each in memory of its own.
 
         Records of weight zero take no part: they cost nothing, and a gradient among them that is
-        not finite does no harm.
+        not finite does no harm. Where the terms of a gradient all but cancel, they are added up in float64.
         """
         if weights.shape != (self.records,):
             raise InputError(
@@ -56,14 +62,26 @@ class Tape:
             )
         if self.filling:
             weights = functional.pad(weights, (0, self.filling))
+        apart = self._squares[1]
+        with_care = None if apart is None else weights[apart]
+        if apart is not None:
+            weights = weights.index_fill(0, apart, 0.0)
         kept, exactly = kept_by(weights)
         own = weights if kept is None else chosen(weights, kept)
         for name, parts in self.parts.items():
             with torch.no_grad(), full_precision(self._device):
                 some = parts if kept is None else [part.select(kept) for part in parts]
                 sums = [finite_sum(part.factor, own, exactly) for part in some]
+                if apart is not None and with_care is not None:
+                    for total, part in zip(sums, parts, strict=True):
+                        total.add_(_weighted_sum_of(part.factor, apart, with_care))
                 total = put_together(parts, sums, self.parameters[name])
             yield name, total
+
+    @cached_property
+    def _squares(self) -> tuple[Tensor, Tensor | None]:
+        with torch.no_grad(), full_precision(self._device):
+            return squared_norms_and_doubts(self._factors, self.records)
 
     @property
     def _factors(self) -> list[Factor]:
@@ -72,6 +90,12 @@ class Tape:
     @property
     def _device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
+
+
+def _weighted_sum_of(factor: Factor, records: Tensor, weights: Tensor) -> Tensor:
+    """Of these records, in float64; who has no weight takes no part."""
+    some = weights.nonzero().squeeze(1)
+    return factor.select(records[some]).double().quick_sum(weights[some].double())
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
