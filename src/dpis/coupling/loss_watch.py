@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class LossRules:
     look: Look
 
 
+_UNDER_WAY: dict[int, LossWatch] = {}
+"""By thread, whose backward pass it runs."""
+
+
 class LossWatch:
     """The outputs of one or several forward passes over the same records.
 
@@ -49,8 +54,6 @@ class LossWatch:
         half: the model runs in half precision.
         tape: writes down what is made of the outputs; None: nobody does.
     """
-
-    _beginning: ClassVar[LossWatch | None] = None  # whose backward pass is under way
 
     def __init__(
         self, records: int, rules: LossRules, *, half: bool = False, tape: LossTape | None = None
@@ -148,29 +151,43 @@ class LossWatch:
     @contextmanager
     def differentiating(self) -> Iterator[None]:
         """While backward runs, which began with the gradient of `before_backward`."""
-        before, LossWatch._beginning = LossWatch._beginning, self
+        thread = threading.get_ident()
+        before = _UNDER_WAY.get(thread)
+        _UNDER_WAY[thread] = self
         try:
             yield
         finally:
-            LossWatch._beginning = before
+            if before is None:
+                del _UNDER_WAY[thread]
+            else:
+                _UNDER_WAY[thread] = before
 
     @property
     def _begins_with(self) -> int:
         return self.records if self.rules.mean and self.records else 1
 
     def _arrived(self, _: Tensor) -> None:
-        if self.rules.mean and LossWatch._beginning not in (None, self):
+        begun = self._under_way()
+        if self.rules.mean and begun not in (None, self):
             raise MisuseError(
                 "a loss was made of the outputs of two parts of a batch: a mean over both would be scaled by the "
                 "number of drawn records, which is private. Call backward for each part by itself"
             )
-        self._arrivals.add(LossWatch._beginning is self)
+        self._arrivals.add(begun is self)
         if self.half and self.rules.mean and False in self._arrivals:
             raise MisuseError(
                 "in half precision backward must be called on the loss itself, loss.backward(): past it, gradients of "
                 "a mean are rounded after they were divided by the number of drawn records, so one record more would "
                 "change those of all others"
             )
+
+    def _under_way(self) -> LossWatch | None:
+        """Whose backward pass brought a gradient here. Those of an accelerator come in a thread of its own."""
+        known = _UNDER_WAY.get(threading.get_ident())
+        if known is not None:
+            return known
+        every = list(_UNDER_WAY.values())
+        return self if self in every else next(iter(every), None)
 
     @property
     def scale(self) -> float:
