@@ -80,6 +80,7 @@ def test_a_backward_pass_in_the_middle_of_anothers() -> None:
             both_have_begun(1)
             assert done.wait(WAIT)
 
+        assert begun[0].wait(WAIT)  # the other backward pass began first, and ends first
         found[1] = one_step(loops[1], until_the_other_is_done)
 
     in_threads(first, second)
