@@ -43,7 +43,9 @@ def in_threads(*runs: Callable[[], None]) -> None:
 
 
 def loop_of(seed: int) -> Loop:
-    return private(dropping(), seed=seed, method="dp-sgd")
+    loop = private(dropping(), seed=seed, method="dp-sgd")
+    loop.session.__class__ = type("Blind", (type(loop.session),), {"looks_now": False})
+    return loop
 
 
 def one_step(loop: Loop, within_backward: Callable[[], None] = lambda: None) -> Tensor:
