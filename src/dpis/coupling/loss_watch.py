@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpis.coupling.divisors import SCALINGS, Divisors
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.own_means import OF_CLASSES, OF_NUMBERS, OwnMeans
 from dpis.coupling.owners import UNKNOWN, owners_of
+from dpis.coupling.picked_rows import MOVES, PickedRows
 from dpis.errors import CouplingError, MisuseError
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -30,11 +32,13 @@ class LossRules:
     Attributes:
         mean: they are means over the records of a batch (else sums).
         means: replaces those that divide by something of the whole batch.
+        divisors: what losses were divided by so far.
         look: looks at a loss before it is differentiated, where there is a tape.
     """
 
     mean: bool
     means: OwnMeans
+    divisors: Divisors
     look: Look
 
 
@@ -61,7 +65,8 @@ class LossWatch:
         self.records, self.rules, self.half, self.tape = records, rules, half, tape
         self.leaves: list[tuple[Tensor, int]] = []
         self._rows_first: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._losses = 0
+        self._picked = PickedRows(records, self._owners_of)
+        self._losses = self._divisors = 0
         self._parts: set[tuple[int, ...]] = set()
         self._arrivals: set[bool] = set()
 
@@ -95,16 +100,43 @@ class LossWatch:
             return None
         self._losses += 1
         return self.rules.means.take(
-            function, args, kwargs, records=self.records, number=self._losses, owners=self._owners
+            function,
+            args,
+            kwargs,
+            records=self.records,
+            number=self._losses,
+            owners=self._owners,
+            picked=self._picked,
         )
 
     def _owners(self, rows: Tensor) -> Tensor:
+        owners = self._owners_of(rows)
+        self._refuse_parts(owners)
+        return owners
+
+    def _owners_of(self, rows: Tensor) -> Tensor:
         if self._rows_first.get(rows) == rows._version:
             return torch.arange(self.records, device=rows.device)
         with torch._C.DisableTorchFunctionSubclass():
-            owners = owners_of(rows.as_subclass(Tensor), self.leaves)
-        self._refuse_parts(owners)
-        return owners
+            return owners_of(rows.as_subclass(Tensor), self.leaves)
+
+    def scaled(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Something made of the outputs is about to be divided or multiplied."""
+        if function in SCALINGS and self.rules.divisors.take(
+            function, args, self._divisors, self.records
+        ):
+            self._divisors += 1
+
+    def follow(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Rows may have been picked or turned about; a mean may have been taken over picked ones."""
+        if function in MOVES or self._picked.any:
+            self._picked.follow(function, args, kwargs, result)
 
     def _refuse_parts(self, owners: Tensor) -> None:
         """Means of some records alone, added up by the loop, would each be divided by the number of all."""

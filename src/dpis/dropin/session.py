@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpis import batches
+from dpis.coupling.divisors import Divisors
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
@@ -57,7 +58,7 @@ class Session:
         self._step: Step | None = None
         self._trials = PaddingTrials(lambda *given: self.gradients.agree(*given))
         self._probe = LossProbe()
-        self._rules = LossRules(mean, OwnMeans(), self._look_at_loss)
+        self._rules = LossRules(mean, OwnMeans(), Divisors(mean), self._look_at_loss)
         self._template: Any = None
         self._looks = Looks()  # at forward passes
         self._closed = False
