@@ -45,11 +45,11 @@ What cannot be seen (docs/pitfalls.md says what to do instead):
   warning is given where inputs are not tensors of the batch as delivered, and where a row cannot be run by itself. A
   loss that masks and then divides by the padded length goes unseen.
 - *Models*: writes after the step or in evaluation mode; records that couple in float32 and not in float64.
-- *Losses*: what is made of labels or masks alone, but for divisors that change from step to step; class weights that are made of the
-  records but the same in every step, numbers that Python took out of tensors
-  (``.item()``, ``if``), pairs of rows without any kink, margins further away than ten times the largest output, what
-  goes through ``torch.autograd.backward`` or ends in an ``autograd.Function``. Where a loss cannot be computed again,
-  its second derivatives are asked, and a warning is given.
+- *Losses*: what is made of labels or masks alone, but for divisors that change from step to step; class weights that
+  are made of the records but the same in every step; numbers that Python took out of tensors (``.item()``, ``if``);
+  pairs of rows without any kink; margins further away than ten times the largest output; what goes through
+  ``torch.autograd.backward`` or ends in an ``autograd.Function``. Where a loss cannot be computed again, its second
+  derivatives are asked, and a warning is given.
 - *Beside the model*: what is trained on ``outputs.detach()``.
 
 Whether the model is given what the loader delivered is another question, about the order of a loop: `dropin.delivered`.

@@ -445,6 +445,7 @@ def _refuse_gradient(parameter: Tensor) -> None:
         "loader: it is neither clipped nor noised, and nobody was sampled by coins, so a step with it would "
         "not be private. Call the model that make_private returned (itself, not a layer or a method of it: let forward "
         "choose), in training mode (model.train()), on batches of the loader that make_private returned, and leave "
-        "penalties on weights to the optimizer's weight_decay. To "
-        "evaluate use torch.no_grad(); for gradients of inputs use torch.autograd.grad"
+        "penalties on weights to the optimizer's weight_decay. A LightningModule takes dpis.dropin.lightning's "
+        "PrivacyCallback instead of make_private. To evaluate use torch.no_grad(); for gradients of inputs use "
+        "torch.autograd.grad"
     )
