@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpis.coupling.divisors import SCALINGS, Divisors
@@ -96,6 +97,10 @@ class LossWatch:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """What stands for a loss of torch that divides by something of the whole batch; None: the loss itself."""
+        if function is functional.binary_cross_entropy_with_logits and self.records:
+            self._losses += 1
+            self.rules.means.require_public(kwargs.get("pos_weight"), self._losses)
+            return None
         if (function not in OF_CLASSES and function not in OF_NUMBERS) or not self.records:
             return None
         self._losses += 1

@@ -101,13 +101,19 @@ class OwnMeans:
             return by_term.mean()  # one term a record; one that does not count is zero
         return _by_record(by_term / size, counted, of, records).mean()
 
+    def require_public(self, weight: Tensor | None, number: int) -> None:
+        """Weights of classes that torch does not divide by, as ``pos_weight``: the same in every step, too."""
+        if weight is None:
+            return
+        known = self._weights.setdefault(number, weight.detach().clone())
+        if not torch.equal(known, weight):
+            raise CouplingError(_CHANGED)
+
     def _size(self, weight: Tensor | None, number: int) -> float:
         """The mean of class weights, which are the same in every step."""
         if weight is None:
             return 1.0
-        known = self._weights.setdefault(number, weight.detach().clone())
-        if not torch.equal(known, weight):
-            raise CouplingError(_CHANGED)
+        self.require_public(weight, number)
         size = float(weight.double().mean())
         if not size > 0:
             raise InputError("class weights must not all be zero, nor their mean negative")

@@ -23,6 +23,9 @@ _TURNS: frozenset[Function] = frozenset(
 _ALONG_A_DIMENSION: frozenset[Function] = frozenset(
     {torch.index_select, Tensor.index_select, torch.gather, Tensor.gather}
 )
+_SPLITS: frozenset[Function] = frozenset(
+    {torch.split, Tensor.split, torch.chunk, Tensor.chunk, torch.tensor_split, Tensor.tensor_split}
+)
 _BY_A_MASK: frozenset[Function] = frozenset({torch.masked_select, Tensor.masked_select})
 _MEANS: frozenset[Function] = frozenset({torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean})
 _SUMS: frozenset[Function] = frozenset({torch.sum, Tensor.sum, torch.nansum, Tensor.nansum})
@@ -31,7 +34,9 @@ _BROUGHT_BACK: frozenset[Function] = frozenset(
      torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_}
 )  # fmt: skip
 """Picked rows added up where they belong, in a tensor of all."""
-MOVES: frozenset[Function] = _TURNS | _ALONG_A_DIMENSION | _BY_A_MASK | {Tensor.__getitem__}
+MOVES: frozenset[Function] = (
+    _TURNS | _ALONG_A_DIMENSION | _BY_A_MASK | _SPLITS | {Tensor.__getitem__}
+)
 """What may pick rows, or turn them about."""
 
 
@@ -66,6 +71,12 @@ class PickedRows:
         moves = function in MOVES and isinstance(result, Tensor) and result.requires_grad
         if moves and _crosses_rows(function, args, kwargs):
             self._move(function, args, kwargs, result)
+        if function in _SPLITS and len(result) > 1 and args[0].requires_grad:
+            dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+            if dim in (0, -args[0].ndim) and self._owners_or_none(args[0]) is not None:
+                for part in result:
+                    self._picked[part] = True
+            return
         if not self._picked or function in _BROUGHT_BACK:
             return
         given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -88,10 +99,9 @@ class PickedRows:
         rows: Tensor = args[0]
         if not rows.requires_grad or not rows.ndim or not result.ndim or not result.numel():
             return
-        try:
-            before = self._owners(rows)
-        except CouplingError:
-            return  # made of several records: the loss is looked at for that
+        before = self._owners_or_none(rows)
+        if before is None:
+            return
         numbers = torch.arange(len(rows), device=rows.device)
         numbers = numbers.reshape(-1, *[1] * (rows.ndim - 1)).expand(rows.shape)
         after = function(numbers, *args[1:], **kwargs).reshape(len(result), -1)
@@ -104,7 +114,17 @@ class PickedRows:
             raise CouplingError(_TURNED)
         counts = torch.bincount(owners[owners >= 0], minlength=self._records)
         if bool((counts != counts[:1]).any()):
+            by_place = function is Tensor.__getitem__ and isinstance(_first_index(args), slice)
+            if by_place and int((counts > 0).sum()) > 1:  # of one: a loop over records
+                raise CouplingError(_BY_PLACE)
             self._picked[result] = True
+
+    def _owners_or_none(self, rows: Tensor) -> Tensor | None:
+        """None, where rows are made of several records: the loss is looked at for that."""
+        try:
+            return self._owners(rows)
+        except CouplingError:
+            return None
 
 
 def _crosses_rows(function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -121,14 +141,20 @@ def _crosses_rows(function: Function, args: Sequence[Any], kwargs: dict[str, Any
         flat = [d for given in ([dims] if isinstance(dims, int) else dims)
                 for d in ([given] if isinstance(given, int) else given)]  # fmt: skip
         return not flat or any(d in (0, -rows.ndim) for d in flat)
-    index = args[1]
-    first = index[0] if isinstance(index, tuple) and index else index
+    if function in _SPLITS:
+        return False
+    first = _first_index(args)
     if isinstance(first, slice):
         return len(range(len(rows))[first]) < len(rows)
     if isinstance(first, Tensor) and first.dtype not in (torch.bool, torch.uint8) and first.ndim:
         places = torch.arange(len(rows), device=first.device)
         return first.shape != places.shape or not torch.equal(first, places.to(first))
     return isinstance(first, list) or (isinstance(first, Tensor) and first.ndim > 0)
+
+
+def _first_index(args: Sequence[Any]) -> Any:
+    index = args[1]
+    return index[0] if isinstance(index, tuple) and index else index
 
 
 def _is_mean(
@@ -148,6 +174,11 @@ _MEAN = (
     "The loss couples records: a mean over picked rows (out[mask]) divides by how many were picked in the whole batch, "
     "so every record's gradient depends on the others, and the guarantee would not hold. Use reduction='none', "
     "multiply by the mask, and take the mean over all rows; or take the sum of the picked and divide by len(outputs)"
+)
+_BY_PLACE = (
+    "The loss couples records: rows of the outputs were picked by their place in the batch (outputs[1:]), so which "
+    "records they belong to, and whose targets they meet, depends on who else was drawn: the guarantee would not hold. "
+    "Take all rows; to leave some out, multiply their losses by a mask that is made of the record itself"
 )
 _TURNED = (
     "The loss couples records: rows of the outputs changed places, so each meets the target or the output of another "

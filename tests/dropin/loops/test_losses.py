@@ -265,6 +265,44 @@ def test_rows_that_change_places_are_refused(name: str) -> None:
         by(TURNED_ABOUT[name])(loop, *next(iter(loop.loader)))
 
 
+BY_PLACE: dict[str, tuple[Loss, str]] = {
+    "without the first": (lambda out, y: functional.mse_loss(out[1:], one_hot(y[:-1])), "place in"),
+    "losses": (lambda out, y: of_rows(out, y)[: len(y) // 2].sum() / len(y), "place in"),
+    "parts": (lambda out, y: sum(
+        functional.mse_loss(a, one_hot(b)) for a, b in zip(out.split(5), y.split(5), strict=True)
+    ) / len(y.split(5)), "some records alone"),
+    "means of parts": (lambda out, y: sum(a.square().mean() for a in out.chunk(3)) / 3, "picked"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_rows_picked_by_their_place_are_refused(name: str) -> None:
+    loss, match = BY_PLACE[name]
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    with pytest.raises(CouplingError, match=match):
+        by(loss)(loop, *next(iter(loop.loader)))
+
+
+def test_sums_of_parts_are_a_sum() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        parts = zip(out.split(5), y.split(5), strict=True)
+        return sum(functional.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)
+
+    assert_adds_its_own(by(loss), mlp, data(MOST))
+
+
+def test_pos_weight_made_of_the_batch_is_refused() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        weight = len(y) / (1 + one_hot(y).sum(0))
+        return functional.binary_cross_entropy_with_logits(out, one_hot(y), pos_weight=weight)
+
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    batches = iter(loop.loader)
+    by(loss)(loop, *next(batches))
+    with pytest.raises(CouplingError, match=r"same in every step.*guarantee would not hold"):
+        by(loss)(loop, *next(batches))
+
+
 DIVIDED: dict[str, Loss] = {
     "a count of the batch": lambda out, y: of_rows(out, y)[y != 1].sum() / (y != 1).sum(),
     "masked": lambda out, y: (of_rows(out, y) * (y != 1)).sum() / (y != 1).sum().clamp(min=1),
