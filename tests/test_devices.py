@@ -57,13 +57,13 @@ READS, EQUAL, SIZE = "reads a number", "reads whether all are equal", "a size fo
 FROM_HOST, TO_HOST = "is copied from the host", "is copied to the host"
 KNOWN = (
     Known(
-        "gradients/factors/factor.py::squared_norms",
+        "gradients/factors/factor.py::squared_norms_and_doubts",
         READS,
         "mlp",
         "decides whether squares are made anew in float64 (rule 25)",
     ),
     Known(
-        "gradients/factors/factor.py::squared_norms",
+        "gradients/factors/factor.py::squared_norms_and_doubts",
         SIZE,
         "embedding-bag-ragged",
         "only the doubtful are made anew; rare, but a record without gradient is one",

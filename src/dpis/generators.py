@@ -8,7 +8,9 @@ the run's key for a while, and then stand where they stood: how far they moved w
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +26,25 @@ _WORDS = 624
 """Of 32 bits: the state of a Mersenne Twister. ``torch.manual_seed`` fills it from 32 bits of its seed."""
 
 
+class _Turns:
+    """The generators belong to the process: one thread fills and uses them at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._free)  # whoever held it has no thread here
+
+    def _free(self) -> None:
+        self.lock = threading.RLock()
+
+
+_TURNS = _Turns()
+
+
 @contextmanager
 def seeded_torch(stream: Stream) -> Iterator[None]:
     """Torch's generators filled from a stream; as they were, afterwards."""
     seed = _seed(stream.bytes(8))
-    with _forked_torch():
+    with _TURNS.lock, _forked_torch():
         if torch.accelerator.is_available():
             torch.manual_seed(
                 seed
@@ -40,14 +56,15 @@ def seeded_torch(stream: Stream) -> Iterator[None]:
 @contextmanager
 def seeded_generators(stream: Stream) -> Iterator[None]:
     """The generators of torch, numpy and Python filled from a stream; as they were, afterwards."""
-    numpy, python = np.random.get_state(), random.getstate()
-    try:
-        with seeded_torch(stream):
-            _seed_numpy_and_python(stream)
-            yield
-    finally:
-        np.random.set_state(numpy)
-        random.setstate(python)
+    with _TURNS.lock:
+        numpy, python = np.random.get_state(), random.getstate()
+        try:
+            with seeded_torch(stream):
+                _seed_numpy_and_python(stream)
+                yield
+        finally:
+            np.random.set_state(numpy)
+            random.setstate(python)
 
 
 def torch_generator(stream: Stream, device: torch.device) -> torch.Generator:

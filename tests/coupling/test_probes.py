@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from dpis.coupling import owners
 from dpis.coupling.agreement import PlainGradients, norms_fit, same_gradient, without_dropout
+from dpis.coupling.divisors import Divisors
 from dpis.coupling.items import AugmentProbe, CollateProbe, FetchProbe
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe
@@ -89,6 +90,7 @@ def differentiate(loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
     rules = LossRules(
         mean=True,
         means=OwnMeans(),
+        divisors=Divisors(mean=True),
         look=lambda watch, *given: probe.refuse_coupled(*given, [watch.leaves], tape),
     )
     watch = LossWatch(len(ROWS), rules, tape=tape)

@@ -121,12 +121,63 @@ def test_lightning_keeps_the_noise_of_a_hand_written_loop() -> None:
 
 
 @quiet
+def test_lightning_in_bfloat16() -> None:
+    """Forward passes run under autocast, and weights stay close to those of float32."""
+    pytest.importorskip("lightning")
+    kinds, weights = set(), []
+    for precision in ("32-true", "bf16-mixed"):
+        torch.manual_seed(0)
+        module = small_module()
+        module.net.register_forward_hook(lambda _, given, out: kinds.add(out.dtype))
+        _, callback = fit(module, precision=precision)
+        assert len(callback.engine.accountant) == 8
+        weights.append(module.net.weight.detach())
+    assert kinds == {torch.float32, torch.bfloat16}
+    torch.testing.assert_close(*weights, rtol=0.05, atol=0.01)
+    assert not torch.equal(*weights)
+
+
+@quiet
+@pytest.mark.parametrize("records", [11, 64])
+def test_lightning_in_bfloat16_one_record_moves_the_sum_by_its_own(
+    records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+    import lightning
+
+    from dpis.mechanism import mechanism
+
+    real, seen = mechanism.add_noise, list[torch.Tensor]()
+
+    def add_noise(values: dict[str, torch.Tensor], *given: Any) -> dict[str, torch.Tensor]:
+        seen.append(torch.cat([value.double().flatten() for value in values.values()]))
+        return real(values, *given)
+
+    monkeypatch.setattr(mechanism, "add_noise", add_noise)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(records, 4), torch.randint(2, (records,))
+    privacy = Privacy(method="dp-sgd", n_public=records, clip_norm=0.1)
+    for rows in (slice(None), slice(1, None), slice(1)):
+        torch.manual_seed(0)
+        trainer = lightning.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, precision="bf16-mixed",
+            enable_model_summary=False, enable_progress_bar=False,
+            callbacks=[callback_of(TrainerSettings(privacy=privacy, noise_multiplier=1.0, seed=0))],
+        )  # fmt: skip
+        data = TensorDataset(inputs[rows], targets[rows])
+        trainer.fit(small_module(), DataLoader(data, batch_size=records))
+    everyone, without, alone = seen
+    assert 0.9 < alone.norm() <= 1.001
+    torch.testing.assert_close(everyone - without, alone, rtol=1e-3, atol=1e-4)
+
+
+@quiet
 @pytest.mark.parametrize(
     "settings",
     [
         {"accumulate_grad_batches": 2},
         {"gradient_clip_val": 1.0},
-        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true"},
         {"overfit_batches": 2},
     ],
     ids=lambda settings: next(iter(settings)),

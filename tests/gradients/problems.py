@@ -125,6 +125,7 @@ LINEAR = [
     plain("linear-without-bias", lambda: nn.Linear(6, 4, bias=False), floats(6)),
     plain("linear-on-sequences", lambda: nn.Linear(6, 4), floats(3, 6)),
     plain("linear-on-long-sequences-small-weight", lambda: nn.Linear(2, 3), floats(40, 2)),
+    plain("linear-on-short-sequences-large-weight", lambda: nn.Linear(33, 65), floats(3, 33)),
     plain("linear-on-grids", lambda: nn.Linear(6, 4), floats(3, 2, 6)),
     plain("linear-sequence-as-long-as-the-batch", lambda: nn.Linear(6, 4), floats(RECORDS, 6)),
     plain("mlp", mlp, floats(6)),

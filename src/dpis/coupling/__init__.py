@@ -26,6 +26,10 @@ rarely, never for the last time. A look draws from no generator of the user's, a
 | fast gradients that are not autograd's  | agreement        | looks, at forward passes       | 8 records, then 4   |
 | means over unlike weights of the batch  | own_means,       | every call of such a loss, to  | none; where rows    |
 |                                         | owners           | take a record's own instead    | moved, 3 backward   |
+| rows of outputs that change places,     | picked_rows      | every call that moves rows     | none; where rows    |
+| means over picked ones                  |                  |                                | moved, 3 backward   |
+| divisors made of the batch              | divisors         | every scaling by a number,     | none                |
+|                                         |                  | against those of other steps   |                     |
 | penalties on weights, to be named       | weight_penalty   | every addition to a loss       | 1 backward          |
 | losses of a loop that couple rows       | loss, loss_tape  | looks, at forward passes       | the loss 15 times   |
 | what is trained beside the model        | outputs          | every call with an output      | a walk up the graph |
@@ -41,11 +45,11 @@ What cannot be seen (docs/pitfalls.md says what to do instead):
   warning is given where inputs are not tensors of the batch as delivered, and where a row cannot be run by itself. A
   loss that masks and then divides by the padded length goes unseen.
 - *Models*: writes after the step or in evaluation mode; records that couple in float32 and not in float64.
-- *Losses*: what is made of labels or masks alone (``loss.sum() / mask.sum()``), class weights that are made of the
-  records but the same in every step, numbers that Python took out of tensors
-  (``.item()``, ``if``), pairs of rows without any kink, margins further away than ten times the largest output, what
-  goes through ``torch.autograd.backward`` or ends in an ``autograd.Function``. Where a loss cannot be computed again,
-  its second derivatives are asked, and a warning is given.
+- *Losses*: what is made of labels or masks alone, but for divisors that change from step to step; class weights that
+  are made of the records but the same in every step; numbers that Python took out of tensors (``.item()``, ``if``);
+  pairs of rows without any kink; margins further away than ten times the largest output; what goes through
+  ``torch.autograd.backward`` or ends in an ``autograd.Function``. Where a loss cannot be computed again, its second
+  derivatives are asked, and a warning is given.
 - *Beside the model*: what is trained on ``outputs.detach()``.
 
 Whether the model is given what the loader delivered is another question, about the order of a loop: `dropin.delivered`.

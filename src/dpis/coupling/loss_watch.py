@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpis.coupling.divisors import SCALINGS, Divisors
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.own_means import OF_CLASSES, OF_NUMBERS, OwnMeans
 from dpis.coupling.owners import UNKNOWN, owners_of
+from dpis.coupling.picked_rows import MOVES, PickedRows
 from dpis.errors import CouplingError, MisuseError
 
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -29,12 +33,18 @@ class LossRules:
     Attributes:
         mean: they are means over the records of a batch (else sums).
         means: replaces those that divide by something of the whole batch.
+        divisors: what losses were divided by so far.
         look: looks at a loss before it is differentiated, where there is a tape.
     """
 
     mean: bool
     means: OwnMeans
+    divisors: Divisors
     look: Look
+
+
+_UNDER_WAY: dict[int, LossWatch] = {}
+"""By thread, whose backward pass it runs."""
 
 
 class LossWatch:
@@ -50,15 +60,14 @@ class LossWatch:
         tape: writes down what is made of the outputs; None: nobody does.
     """
 
-    _beginning: ClassVar[LossWatch | None] = None  # whose backward pass is under way
-
     def __init__(
         self, records: int, rules: LossRules, *, half: bool = False, tape: LossTape | None = None
     ) -> None:
         self.records, self.rules, self.half, self.tape = records, rules, half, tape
         self.leaves: list[tuple[Tensor, int]] = []
         self._rows_first: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
-        self._losses = 0
+        self._picked = PickedRows(records, self._owners_of)
+        self._losses = self._divisors = 0
         self._parts: set[tuple[int, ...]] = set()
         self._arrivals: set[bool] = set()
 
@@ -88,20 +97,51 @@ class LossWatch:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """What stands for a loss of torch that divides by something of the whole batch; None: the loss itself."""
+        if function is functional.binary_cross_entropy_with_logits and self.records:
+            self._losses += 1
+            self.rules.means.require_public(kwargs.get("pos_weight"), self._losses)
+            return None
         if (function not in OF_CLASSES and function not in OF_NUMBERS) or not self.records:
             return None
         self._losses += 1
         return self.rules.means.take(
-            function, args, kwargs, records=self.records, number=self._losses, owners=self._owners
+            function,
+            args,
+            kwargs,
+            records=self.records,
+            number=self._losses,
+            owners=self._owners,
+            picked=self._picked,
         )
 
     def _owners(self, rows: Tensor) -> Tensor:
+        owners = self._owners_of(rows)
+        self._refuse_parts(owners)
+        return owners
+
+    def _owners_of(self, rows: Tensor) -> Tensor:
         if self._rows_first.get(rows) == rows._version:
             return torch.arange(self.records, device=rows.device)
         with torch._C.DisableTorchFunctionSubclass():
-            owners = owners_of(rows.as_subclass(Tensor), self.leaves)
-        self._refuse_parts(owners)
-        return owners
+            return owners_of(rows.as_subclass(Tensor), self.leaves)
+
+    def scaled(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Something made of the outputs is about to be divided or multiplied."""
+        if function in SCALINGS and self.rules.divisors.take(
+            function, args, self._divisors, self.records
+        ):
+            self._divisors += 1
+
+    def follow(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Rows may have been picked or turned about; a mean may have been taken over picked ones."""
+        if function in MOVES or self._picked.any:
+            self._picked.follow(function, args, kwargs, result)
 
     def _refuse_parts(self, owners: Tensor) -> None:
         """Means of some records alone, added up by the loop, would each be divided by the number of all."""
@@ -148,29 +188,43 @@ class LossWatch:
     @contextmanager
     def differentiating(self) -> Iterator[None]:
         """While backward runs, which began with the gradient of `before_backward`."""
-        before, LossWatch._beginning = LossWatch._beginning, self
+        thread = threading.get_ident()
+        before = _UNDER_WAY.get(thread)
+        _UNDER_WAY[thread] = self
         try:
             yield
         finally:
-            LossWatch._beginning = before
+            if before is None:
+                del _UNDER_WAY[thread]
+            else:
+                _UNDER_WAY[thread] = before
 
     @property
     def _begins_with(self) -> int:
         return self.records if self.rules.mean and self.records else 1
 
     def _arrived(self, _: Tensor) -> None:
-        if self.rules.mean and LossWatch._beginning not in (None, self):
+        begun = self._under_way()
+        if self.rules.mean and begun not in (None, self):
             raise MisuseError(
                 "a loss was made of the outputs of two parts of a batch: a mean over both would be scaled by the "
                 "number of drawn records, which is private. Call backward for each part by itself"
             )
-        self._arrivals.add(LossWatch._beginning is self)
+        self._arrivals.add(begun is self)
         if self.half and self.rules.mean and False in self._arrivals:
             raise MisuseError(
                 "in half precision backward must be called on the loss itself, loss.backward(): past it, gradients of "
                 "a mean are rounded after they were divided by the number of drawn records, so one record more would "
                 "change those of all others"
             )
+
+    def _under_way(self) -> LossWatch | None:
+        """Whose backward pass brought a gradient here. Those of an accelerator come in a thread of its own."""
+        known = _UNDER_WAY.get(threading.get_ident())
+        if known is not None:
+            return known
+        every = list(_UNDER_WAY.values())
+        return self if self in every else next(iter(every), None)
 
     @property
     def scale(self) -> float:

@@ -93,6 +93,8 @@ class WatchedOutput(Tensor):
         if function is Tensor.backward and watch is not None:
             return _backward(watch, *args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if watch is not None:
+                watch.scaled(function, args)
             tape = watch.tape if watch is not None else None
             tape = tape if tape is not None and tape.open else None
             call = None if tape is None else tape.before(function, args, kwargs)
@@ -102,6 +104,7 @@ class WatchedOutput(Tensor):
                 _reconsider(written, watch)
             if watch is not None:
                 watch.refuse_rounded(result)
+                watch.follow(function, args, kwargs, result)
             if isinstance(result, WatchedOutput):
                 result = _passed_on(result, watch)
             elif isinstance(result, tuple | list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +57,7 @@ class OwnMeans:
         records: int,
         number: int,
         owners: Callable[[Tensor], Tensor],
+        picked: Container[Tensor] = (),
     ) -> Tensor | None:
         """What is to stand for a loss of torch that is about to be called; None: the loss itself.
 
@@ -67,6 +68,7 @@ class OwnMeans:
             records: how many the batch has.
             number: how many such losses the loop computed of this batch before.
             owners: the record of every row of a tensor.
+            picked: tensors whose rows were picked: not as many for every record.
 
         Raises:
             CouplingError: if the weights of the mean belong to the batch.
@@ -80,7 +82,10 @@ class OwnMeans:
         if function in OF_NUMBERS:
             if function is not functional.binary_cross_entropy and values.get("weight") is not None:
                 raise CouplingError(_WEIGHED)
-            return by_term.mean()
+            if values["input"] not in picked or len(by_term) != len(values["input"]):
+                return by_term.mean()
+            everyone = torch.ones_like(by_term, dtype=torch.bool)
+            return _by_record(by_term, everyone, owners(values["input"]), records).mean()
         if by_term.ndim == 0:
             return None  # a single term, divided by its own weight
         counted, size = (
@@ -96,13 +101,19 @@ class OwnMeans:
             return by_term.mean()  # one term a record; one that does not count is zero
         return _by_record(by_term / size, counted, of, records).mean()
 
+    def require_public(self, weight: Tensor | None, number: int) -> None:
+        """Weights of classes that torch does not divide by, as ``pos_weight``: the same in every step, too."""
+        if weight is None:
+            return
+        known = self._weights.setdefault(number, weight.detach().clone())
+        if not torch.equal(known, weight):
+            raise CouplingError(_CHANGED)
+
     def _size(self, weight: Tensor | None, number: int) -> float:
         """The mean of class weights, which are the same in every step."""
         if weight is None:
             return 1.0
-        known = self._weights.setdefault(number, weight.detach().clone())
-        if not torch.equal(known, weight):
-            raise CouplingError(_CHANGED)
+        self.require_public(weight, number)
         size = float(weight.double().mean())
         if not size > 0:
             raise InputError("class weights must not all be zero, nor their mean negative")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -29,6 +29,10 @@ else:
         from lightning.pytorch.plugins import Precision
     except ModuleNotFoundError:  # the module can still be read about
         Callback = Precision = object
+
+
+PRECISIONS = "32-true", "bf16-mixed"
+"""What a private run computes in; norms and sums in float32 or better in either."""
 
 
 class PrivacyCallback(Callback):
@@ -93,7 +97,7 @@ class PrivacyCallback(Callback):
         )
         private, optimizer, private_loader = made
         steps = _Redirect(pl_module, model, private)
-        self._undo = [steps.undo, _set(trainer.strategy, "precision_plugin", _Releasing())]
+        self._undo = [steps.undo, _set_precision(trainer.strategy)]
         self._undo.append(_set(trainer.strategy, "optimizers", [optimizer]))
         self._undo.append(_set(trainer.fit_loop, "_data_source", type(source)(private_loader, "")))
 
@@ -116,7 +120,20 @@ class PrivacyCallback(Callback):
 
 
 class _Releasing(Precision):
-    """Runs the closure (forward, backward) once, then steps without it: a release has no second look."""
+    """Runs the closure (forward, backward) once, then steps without it: a release has no second look.
+
+    Args:
+        chosen: the precision that the trainer was given: forward passes run in it.
+    """
+
+    def __init__(self, chosen: Any) -> None:
+        super().__init__()
+        self.precision, self._chosen = chosen.precision, chosen
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast, where it was asked for."""
+        context: AbstractContextManager[Any] = self._chosen.forward_context()
+        return context
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
         """Forward, backward; then the noisy step."""
@@ -167,6 +184,10 @@ def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, before)
 
 
+def _set_precision(strategy: Any) -> Callable[[], None]:
+    return _set(strategy, "precision_plugin", _Releasing(strategy.precision_plugin))
+
+
 def _epochs(trainer: Any, settings: TrainerSettings) -> int:
     epochs = trainer.max_epochs
     if settings.noise_multiplier is None and (epochs is None or epochs < 1):
@@ -181,9 +202,9 @@ def _refuse_settings(trainer: Any, pl_module: Any) -> None:
     problems = {}
     if trainer.world_size > 1:
         problems[f"world_size={trainer.world_size}"] = "use devices=1"
-    if trainer.precision != "32-true":
+    if trainer.precision not in PRECISIONS:
         problems[f"precision={trainer.precision!r}"] = (
-            "rounded norms would not bound a record's contribution; use 32-true"
+            "steps are left out where gradients overflow, or weights are rounded; use 32-true or bf16-mixed"
         )
     if trainer.gradient_clip_val:
         problems[f"gradient_clip_val={trainer.gradient_clip_val}"] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -106,8 +107,7 @@ class Request:
         if self.clipping != "flat" or isinstance(self.max_grad_norm, list | tuple):
             yield (
                 f"clipping={self.clipping!r} with max_grad_norm={self.max_grad_norm!r} is not supported: gradients are "
-                "clipped over all parameters together. Use clipping='flat' with one max_grad_norm; for a clip norm "
-                "that adapts see dpis.train"
+                f"clipped over all parameters together. Use clipping='flat' {self._instead_of_clipping()}"
             )
         if self.noise_generator is not None:
             yield (
@@ -116,8 +116,9 @@ class Request:
             )
         if not self.wrap_model:
             yield (
-                "wrap_model=False is not supported: gradients of single records are only known of the wrapped model. "
-                "Use the module that make_private returns"
+                "wrap_model=False is not supported: gradients of single records are only known of calls of the wrapped "
+                "model, and one that is called past it would not be private. Use the module that make_private returns; "
+                "it passes on all attributes, and module._module is the model itself, for evaluation and for saving"
             )
         if self.rand_on_empty:
             yield (
@@ -147,6 +148,18 @@ class Request:
                 "norm_sum='full-pass' is not supported in a loop of your own: only the loop passes over the records. "
                 "Leave it out: norms are taken as last seen"
             )
+
+    def _instead_of_clipping(self) -> str:
+        """What comes closest, at the same noise."""
+        if self.clipping == "adaptive":
+            return (
+                "with one max_grad_norm. A norm that follows the gradients is a release of its own: dpis.train pays "
+                "for it with clip_norm='auto'; here a schedule that is fixed in advance may set it (dpis.schedulers)"
+            )
+        if isinstance(self.max_grad_norm, list | tuple):
+            whole = math.hypot(*self.max_grad_norm)
+            return f"with max_grad_norm={whole:.6g}, to which norms of the layers add up: noise is the same"
+        return "with one max_grad_norm"
 
     def config(self, epochs: int, *, epsilon: float, delta: float) -> Config:
         """The mechanism's config. Warns if the number of records becomes public by it."""

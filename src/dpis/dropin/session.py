@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpis import batches
+from dpis.coupling.divisors import Divisors
 from dpis.coupling.looks import Looks
 from dpis.coupling.loss import LossProbe, factor_of
 from dpis.coupling.loss_tape import LossTape
@@ -58,7 +59,7 @@ class Session:
         self._step: Step | None = None
         self._trials = PaddingTrials(lambda *given: self.gradients.agree(*given))
         self._probe = LossProbe()
-        self._rules = LossRules(mean, OwnMeans(), self._look_at_loss)
+        self._rules = LossRules(mean, OwnMeans(), Divisors(mean), self._look_at_loss)
         self._template: Any = None
         self._looks = Looks()  # at forward passes
         self._closed = False
@@ -457,6 +458,7 @@ def _refuse_gradient(parameter: Tensor) -> None:
         "loader: it is neither clipped nor noised, and nobody was sampled by coins, so a step with it would "
         "not be private. Call the model that make_private returned (itself, not a layer or a method of it: let forward "
         "choose), in training mode (model.train()), on batches of the loader that make_private returned, and leave "
-        "penalties on weights to the optimizer's weight_decay. To "
-        "evaluate use torch.no_grad(); for gradients of inputs use torch.autograd.grad"
+        "penalties on weights to the optimizer's weight_decay. A LightningModule takes dpis.dropin.lightning's "
+        "PrivacyCallback instead of make_private. To evaluate use torch.no_grad(); for gradients of inputs use "
+        "torch.autograd.grad"
     )

@@ -174,17 +174,174 @@ def test_weights_of_rows_with_a_mean_are_refused(function: Any) -> None:
         function(outputs, one_hot(targets), weight=weight)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [nn.CrossEntropyLoss(weight=WEIGHT), picked_by_a_mask],
-    ids=["class weights", "picked by a mask"],
-)
-def test_with_torchs_own_mean_others_would_move(
-    loss: Loss, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_torchs_own_mean_others_would_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OwnMeans, "take", lambda self, *given, **named: None)
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
     moved, alone = moved_by_one_more(by(loss), mlp, data(MOST), max_grad_norm=5.0)
     assert (moved - alone).norm() > 0.01
+
+
+# ── rows that are picked, or turned about ────────────────────────────────────────────────────────────
+
+
+def of_rows(out: Tensor, y: Tensor) -> Tensor:
+    return functional.mse_loss(out, one_hot(y), reduction="none").mean(1)
+
+
+HARMLESS: dict[str, Loss] = {
+    "mse of a mask": lambda out, y: functional.mse_loss(out[y != 1], one_hot(y[y != 1])),
+    "l1 of numbers": lambda out, y: functional.l1_loss(
+        out[(y != 1).nonzero()[:, 0]], one_hot(y[y != 1])
+    ),
+    "huber of index_select": lambda out, y: functional.huber_loss(
+        out.index_select(0, (y != 1).nonzero()[:, 0]), one_hot(y[y != 1])
+    ),
+    "mse of one column": lambda out, y: functional.mse_loss(
+        out[y != 1][:, 0], y[y != 1].double() + 3
+    ),
+    "a sum over all": lambda out, y: of_rows(out, y)[y != 1].sum() / len(out),
+    "masked_select": lambda out, y: out.square().masked_select(one_hot(y).bool()).sum() / len(y),
+    "zeros elsewhere": lambda out, y: (of_rows(out, y) * (y != 1)).mean(),
+    "its own class": lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
+    "classes turned about": lambda out, y: functional.cross_entropy(out.flip(1).roll(1, -1), y),
+    "by a public number": lambda out, y: of_rows(out, y).mean() / torch.tensor(7.0).double(),
+    "brought back": lambda out, y: torch.zeros(len(y)).double().index_add(
+        0, (y != 1).nonzero()[:, 0], of_rows(out, y)[y != 1]
+    ).mean(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_rows_picked_by_their_own_target(name: str) -> None:
+    inputs, targets = data(MOST)[:]
+    targets[-1] = 2
+    assert_adds_its_own(by(HARMLESS[name]), mlp, TensorDataset(inputs, targets))
+
+
+DIVIDED_BY_THE_PICKED: dict[str, Loss] = {
+    "a mean": lambda out, y: of_rows(out, y)[y != 1].mean(),
+    "a mean, rows last": lambda out, y: out[y != 1].square().mean(0).sum(),
+    "half precision and back": lambda out, y: torch.mean((out * 2)[y != 1].abs()),
+    "logits": lambda out, y: functional.binary_cross_entropy_with_logits(
+        out[y != 1], one_hot(y[y != 1])
+    ),
+    "masked_select": lambda out, y: out.masked_select(one_hot(y).bool() & (y != 1)[:, None]).mean(),
+    "two picks": lambda out, y: functional.soft_margin_loss(
+        torch.cat([out[y == 0], out[y == 2]]), torch.ones(int((y != 1).sum()), 3).double()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED_BY_THE_PICKED)
+def test_a_mean_over_picked_rows_is_refused(name: str) -> None:
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    with pytest.raises(
+        CouplingError, match=r"how many were picked.*guarantee would not hold.*len\(outputs\)"
+    ):
+        by(DIVIDED_BY_THE_PICKED[name])(loop, *next(iter(loop.loader)))
+
+
+TURNED_ABOUT: dict[str, Loss] = {
+    "roll": lambda out, y: functional.cross_entropy(out.roll(1, 0), y),
+    "roll of all": lambda out, y: functional.cross_entropy(torch.roll(out, 3), y),
+    "flip": lambda out, y: functional.cross_entropy(out.flip(0), y),
+    "flips": lambda out, y: functional.cross_entropy(torch.flip(out, dims=(0, 1)), y),
+    "numbers": lambda out, y: functional.mse_loss(
+        out[torch.arange(1, len(y) + 1) % len(y)], one_hot(y)
+    ),
+    "index_select": lambda out, y: functional.mse_loss(
+        out.index_select(0, y.argsort(descending=True, stable=True).flip(0)), one_hot(y)
+    ),
+    "losses": lambda out, y: (of_rows(out, y).roll(1) * y).mean(),
+    "flattened": lambda out, y: functional.mse_loss(out.flatten().roll(3), one_hot(y).flatten()),
+}
+
+
+@pytest.mark.parametrize("name", TURNED_ABOUT)
+def test_rows_that_change_places_are_refused(name: str) -> None:
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    with pytest.raises(CouplingError, match=r"changed places.*guarantee would not hold.*mask"):
+        by(TURNED_ABOUT[name])(loop, *next(iter(loop.loader)))
+
+
+BY_PLACE: dict[str, tuple[Loss, str]] = {
+    "without the first": (lambda out, y: functional.mse_loss(out[1:], one_hot(y[:-1])), "place in"),
+    "losses": (lambda out, y: of_rows(out, y)[: len(y) // 2].sum() / len(y), "place in"),
+    "parts": (lambda out, y: sum(
+        functional.mse_loss(a, one_hot(b)) for a, b in zip(out.split(5), y.split(5), strict=True)
+    ) / len(y.split(5)), "some records alone"),
+    "means of parts": (lambda out, y: sum(a.square().mean() for a in out.chunk(3)) / 3, "picked"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_rows_picked_by_their_place_are_refused(name: str) -> None:
+    loss, match = BY_PLACE[name]
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    with pytest.raises(CouplingError, match=match):
+        by(loss)(loop, *next(iter(loop.loader)))
+
+
+def test_sums_of_parts_are_a_sum() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        parts = zip(out.split(5), y.split(5), strict=True)
+        return sum(functional.cross_entropy(a, b, reduction="sum") for a, b in parts) / len(y)
+
+    assert_adds_its_own(by(loss), mlp, data(MOST))
+
+
+def test_pos_weight_made_of_the_batch_is_refused() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        weight = len(y) / (1 + one_hot(y).sum(0))
+        return functional.binary_cross_entropy_with_logits(out, one_hot(y), pos_weight=weight)
+
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+    batches = iter(loop.loader)
+    by(loss)(loop, *next(batches))
+    with pytest.raises(CouplingError, match=r"same in every step.*guarantee would not hold"):
+        by(loss)(loop, *next(batches))
+
+
+DIVIDED: dict[str, Loss] = {
+    "a count of the batch": lambda out, y: of_rows(out, y)[y != 1].sum() / (y != 1).sum(),
+    "masked": lambda out, y: (of_rows(out, y) * (y != 1)).sum() / (y != 1).sum().clamp(min=1),
+    "a whole number": lambda out, y: (of_rows(out, y) * (y != 1)).sum() / int((y != 1).sum()),
+    "inside": lambda out, y: (of_rows(out, y) * (y != 1) / (y != 1).sum()).sum(),
+    "a product": lambda out, y: of_rows(out, y).sum() * (1 / (y != 1).sum()).double(),
+    "a product, turned": lambda out, y: (1 / (y != 1).sum()).double() * of_rows(out, y).sum(),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_divisor_that_is_made_of_the_batch_is_refused(name: str) -> None:
+    """At the second step, or soon: by one number nobody can tell whether it is public."""
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 32})
+
+    def train() -> None:
+        for inputs, targets in loop.loader:
+            by(DIVIDED[name])(loop, inputs, targets)
+
+    with pytest.raises(CouplingError, match=r"made of the batch.*guarantee would not hold.*float"):
+        train()
+
+
+def test_schedules_and_counts_of_records_are_no_divisors_of_the_batch() -> None:
+    step = 0
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        warm = min(1.0, step / 3)
+        losses = of_rows(out, y)
+        return (
+            warm * losses.sum() / len(y)
+            + losses.sum() / torch.tensor(2 * len(y))
+            + losses.mean() / 4
+        )
+
+    loop = private(dataset=data(200), n_public=200, loader={"batch_size": 16})
+    for step, (inputs, targets) in enumerate(loop.loader, start=1):  # noqa: B007
+        by(loss)(loop, inputs, targets)
+    assert step > 5
 
 
 # ── several targets for every record ─────────────────────────────────────────────────────────────────

@@ -281,14 +281,28 @@ def test_dropout_and_checkpointing_encoder() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_compile_make_private(before: bool) -> None:
+@pytest.mark.parametrize(
+    "before", [True, False], ids=["compile_before_make_private", "compile_after_make_private"]
+)
+def test_compiled_models(before: bool) -> None:
     model = mlp()
     loop = private(torch.compile(model) if before else model)  # type: ignore[arg-type]
     if not before:
         loop.model = torch.compile(loop.model)  # type: ignore[assignment]
     loop.train()
     assert len(loop.engine.accountant) == len(loop.loader)
+
+
+def test_microbatches_split_in_loop() -> None:
+    """Each part goes through model and backward by itself: its mean counts as it is."""
+
+    def step(loop: Loop, inputs: Tensor, targets: Tensor) -> None:
+        loop.optimizer.zero_grad()
+        for rows, wanted in zip(inputs.split(4), targets.split(4), strict=True):
+            functional.cross_entropy(loop.model(rows), wanted).backward()
+        loop.optimizer.step()
+
+    assert_adds_its_own(step, mlp, data(MOST))
 
 
 def test_lstm_packed_sequences() -> None:

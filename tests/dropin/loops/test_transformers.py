@@ -196,6 +196,12 @@ OUTSIDE = {
 }
 
 
+def test_gpt2_default_outputs_with_cache() -> None:
+    """A model returns keys and values beside its scores, unless it is told not to."""
+    model = model_of("GPT2LMHeadModel", {**GPT2, "use_cache": True})
+    assert_adds_its_own(flattened, model, Items(HEADS["gpt2_labels_loss"][1]))
+
+
 @pytest.mark.parametrize(("step", "head"), OUTSIDE.values(), ids=OUTSIDE)
 def test_outside_of_the_model(step: Any, head: str) -> None:
     model, make = HEADS[head]

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from dpis.gradients.factors.factor import Factor, Kept, Stored
 from dpis.gradients.factors.geometry import Geometry, Tap, positions
-from dpis.gradients.factors.kernels import KernelGradients, kernel_gradients
+from dpis.gradients.factors.kernels import KernelGradients, kernel_gradients, windows_of
 from dpis.gradients.factors.norms import Squares, lost_in, quick_squares, squares_of_terms
 from dpis.gradients.factors.outer import largest_on_diagonal
 
@@ -120,7 +120,8 @@ class Correlation(Stored):
     def squares(self) -> Squares:
         """From Gram matrices or from gradients that are made in cache and dropped."""
         if not self.by_gram:
-            return Squares(self._summed_over_groups(explicit_norms), lost_in(prod(self.shape)))
+            found, diagonals = self._summed_over_groups(explicit_norms).unbind(-1)
+            return squares_of_terms(found, diagonals, lost_in(prod(self.shape)))
         sums, diagonals, largest = self._summed_over_groups(gram_norms).unbind(-1)
         outputs, of_output = self.rows * prod(self.output_grads.shape[2:]), prod(self.shape[1:])
         size = outputs**2 * max(of_output, self.shape[0])
@@ -219,8 +220,20 @@ def _widened(inputs: Tensor, output_grads: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def explicit_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
-    """``||G_i||²`` of every record, from gradients that are dropped at once."""
-    return quick_squares(kernel_gradients(inputs, output_grads, rows, geometry).flatten(1))
+    """``||G_i||²`` of every record, from gradients that are dropped at once, and what single positions would give.
+
+    A sum made by another product rounds otherwise, so terms that cancel count here, too.
+
+    Returns:
+        Shape ``[records, 2]``, float64.
+    """
+    made = quick_squares(kernel_gradients(inputs, output_grads, rows, geometry).flatten(1))
+    seen = inputs.double().square().sum(1, keepdim=True)
+    around = [amount for width in reversed(geometry.padding) for amount in (width, width)]
+    windows = windows_of(pad(seen, around), output_grads.shape[2:], geometry)
+    each = windows.flatten(1, -len(geometry.kernel) - 1).sum(1)  # kernel elements
+    diagonals = (each * output_grads.double().square().sum(1)).flatten(1).sum(1)
+    return torch.stack([made, diagonals.view(-1, rows).sum(1)], dim=1)
 
 
 def gram_norms(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:

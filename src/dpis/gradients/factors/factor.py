@@ -112,11 +112,22 @@ def squared_norms(factors: Sequence[Factor], records: int | None = None) -> Tens
         factors: of the same records.
         records: the first so many; None: all.
     """
+    return squared_norms_and_doubts(factors, records)[0]
+
+
+def squared_norms_and_doubts(
+    factors: Sequence[Factor], records: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same, and which records float32 does not do for; None: there are none.
+
+    Their squares were made anew in float64. So must be their part of a sum: what is left of terms that cancel may be no
+    longer than what float32 rounds in adding them up.
+    """
     found, lost = total_of([factor.squares() for factor in factors])
     squares = Squares(found[:records], lost[:records] if isinstance(lost, Tensor) else lost)
     doubts = doubtful(squares)
     if not bool(doubts.any()):
-        return squares.found
+        return squares.found, None
     places, result = doubts.nonzero().squeeze(1), squares.found.clone()
     zero = reduce(torch.logical_and, (factor.select(places).vanishes() for factor in factors))
     result[places[zero]] = 0.0
@@ -126,7 +137,7 @@ def squared_norms(factors: Sequence[Factor], records: int | None = None) -> Tens
         filled = torch.cat([few, few[-1:].expand(REMADE_AT_ONCE - len(few))])
         exact = total_of([factor.select(filled).double().squares() for factor in factors])
         result[few] = exact.found[: len(few)]
-    return result
+    return result, places if len(places) else None
 
 
 def finite_sum(factor: Factor, weights: Tensor, exactly: bool) -> Tensor:

@@ -104,14 +104,14 @@ def _placed(values: Tensor, grid: Sizes, firsts: Sizes) -> Tensor:
 def _by_unfolding(inputs: Tensor, output_grads: Tensor, rows: int, geometry: Geometry) -> Tensor:
     """``[records, channels_out, kernel elements · channels_in]``, one product in all."""
     around = [amount for width in reversed(geometry.padding) for amount in (width, width)]
-    windows = _windows(pad(inputs, around), output_grads.shape[2:], geometry)
+    windows = windows_of(pad(inputs, around), output_grads.shape[2:], geometry)
     unfolded = windows.reshape(inputs.shape[0], -1, prod(output_grads.shape[2:]))
     sent = positions(output_grads, rows, pad_channels=True).transpose(1, 2)
     gradients = torch.bmm(sent, positions(unfolded, rows, pad_channels=True))
     return gradients[:, : output_grads.shape[1], : unfolded.shape[1]].contiguous()
 
 
-def _windows(padded: Tensor, output_sizes: Sizes, geometry: Geometry) -> Tensor:
+def windows_of(padded: Tensor, output_sizes: Sizes, geometry: Geometry) -> Tensor:
     """What every output position looks at, ``[rows, *kernel, channels, *output_sizes]``: a view."""
     row, channel, *steps = padded.stride()
     within = [step * apart for step, apart in zip(steps, geometry.dilation, strict=True)]

@@ -10,7 +10,14 @@ from torch import Tensor
 from dpis.gradients.aligned import filled_up
 from dpis.gradients.factors.dense import Dense
 from dpis.gradients.factors.factor import Factor, OverPositions
-from dpis.gradients.factors.norms import Squares, lost_in, product_of, squares_of, squares_of_terms
+from dpis.gradients.factors.norms import (
+    Squares,
+    lost_in,
+    product_of,
+    quick_squares,
+    squares_of,
+    squares_of_terms,
+)
 
 # Explicit gradients are made and squared in blocks of records that stay in cache.
 EXPLICIT_BLOCK_ENTRIES = 1 << 20
@@ -71,12 +78,14 @@ class Outer(OverPositions):
         return squares_of_terms(grams.flatten(1).sum(1), diagonals, lost)
 
     def _explicit_squares(self) -> Squares:
+        """Made, squared and dropped: a sum made by another product rounds otherwise, so cancelling counts here too."""
         block = max(1, EXPLICIT_BLOCK_ENTRIES // self.shape.numel())
         inputs, output_grads = _aligned(self.inputs), _aligned(self.output_grads)
         blocks = torch.split(inputs, block), torch.split(output_grads, block)
         pairs = zip(*blocks, strict=True)
-        made = [squares_of(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs]
-        return Squares(torch.cat([squares.found for squares in made]), made[0].lost)
+        made = torch.cat([quick_squares(torch.bmm(g.mT, x).flatten(1)) for x, g in pairs])
+        diagonals = (quick_squares(self.inputs) * quick_squares(self.output_grads)).sum(1)
+        return squares_of_terms(made, diagonals, lost_in(self.shape.numel()))
 
     def block_sum(self, weights: Tensor) -> Tensor:
         """``(w ⊙ g)ᵀ x`` over records and positions at once: one matrix product."""
