@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpis.coupling.divisors import Divisors
 from dpis.coupling.loss import LossProbe, UntriedLossWarning
 from dpis.coupling.loss_tape import LossTape
 from dpis.coupling.loss_watch import LossRules, LossWatch
@@ -402,7 +403,7 @@ def test_outputs_of_shape_rows_take_the_same_steps(loss: Loss, records: int):
 def test_a_look_leaves_no_tensor_behind() -> None:
     """Nor waits for a sweep of reference cycles: outputs may be logits over 50,000 words."""
     tape, leaf = LossTape(), torch.randn(6, 3, requires_grad=True)
-    watch = LossWatch(6, LossRules(True, OwnMeans(), lambda *_: None), tape=tape)
+    watch = LossWatch(6, LossRules(True, OwnMeans(), Divisors(True), lambda *_: None), tape=tape)
     watch.open([(leaf, 0)])
     loss = nn.functional.cross_entropy(watched_outputs(leaf, watch), torch.arange(6) % 3)
     gc.collect()
