@@ -215,7 +215,9 @@ def test_a_label_out_of_range_names_value_and_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nobody", ["NA", "None", "NaT"])
 def test_rows_without_a_user(tmp_path: Path, nobody: str) -> None:
     path = csv(tmp_path, PEOPLE.replace("bob", "").replace("cy", nobody))
-    assert "2 of 4 rows have no user in 'who', the first is line 3 of" in error(path, schema=flags())
+    assert "2 of 4 rows have no user in 'who', the first is line 3 of" in error(
+        path, schema=flags()
+    )
 
 
 def test_users_that_a_spreadsheet_cut_short(tmp_path: Path) -> None:
