@@ -113,7 +113,7 @@ def read_columns(
     kept = None if cache is None else cache / "tables" / name
     if kept is not None and not anew and (found := _opened(kept, str(file.path), None)) is not None:
         return found
-    rows = file.count()
+    rows = file.rows()
     if not rows:
         raise InputError(f"{file.path} has columns but no records")
     if fits_in_memory(rows * 8 * (len(numbers) + len(texts))):
