@@ -96,6 +96,7 @@ class ColumnarFile:
             for batch in self.open_batches(names):
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                     yield batch.select(names).slice(start, ROWS_AT_ONCE)
+        _pyarrow().default_memory_pool().release_unused()
 
 
 def is_columnar(path: Path) -> bool:
@@ -134,11 +135,12 @@ def open_columnar(path: Path) -> ColumnarFile:
 def _open_parquet(path: Path) -> ColumnarFile:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(path, buffer_size=1 << 20)  # not a whole row group at once
+    file = parquet.ParquetFile(path, buffer_size=1 << 20)
     schema = file.schema_arrow
 
     def batches(names: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        return file.iter_batches(ROWS_AT_ONCE, columns=list(names))  # type: ignore[no-any-return]
+        for group in range(file.num_row_groups):  # asked for all, it keeps all
+            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(names))
 
     rows = file.metadata.num_rows
     return ColumnarFile(path, (path,), *_columns(schema), batches, lambda: rows)
