@@ -24,9 +24,14 @@ Places = NDArray[np.int64]
 KEPT_IN_MEMORY = 1 << 28
 """Bytes: rows that take no more are simply read into memory."""
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 22
 MOST_ROWS = 4096
 """What is read at once where all rows are looked through: so many bytes or rows."""
+
+
+def fits_in_memory(size: int) -> bool:
+    """Whether so many bytes are rather read than left on disk."""
+    return size <= KEPT_IN_MEMORY
 
 
 class StoredRows(ABC):

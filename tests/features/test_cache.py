@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from dpis import stored_rows
 from dpis.errors import InputError
-from dpis.features import CacheWarning, Scattering, scatter_features, scattering
+from dpis.features import (
+    CacheWarning,
+    Scattering,
+    group_normalise,
+    scatter_features,
+    scattering,
+)
+from dpis.stored_rows import MappedRows, StoredRows
 from tests.features.kymatio_cases import noise
 
 
@@ -218,3 +226,51 @@ def test_values_that_are_not_finite_are_refused(images, tmp_path):
 def test_what_are_not_images_is_refused(images):
     with pytest.raises(InputError, match="images must be"):
         scatter_features(images, cache=False)
+
+
+# ── images on disk ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def on_disk(images, tmp_path):
+    np.save(tmp_path / "images.npy", images.numpy())
+    array = np.load(tmp_path / "images.npy", mmap_mode="r")
+    return MappedRows(tmp_path / "images.npy", array.dtype, array.shape, array.offset)
+
+
+def test_features_made_in_blocks_are_the_same_file(images, on_disk, tmp_path, monkeypatch):
+    """Bit by bit, and under the same name; whether images, features, both or none fit in memory."""
+    monkeypatch.setattr(scattering, "BLOCK", 4)
+    in_memory = scatter_features(images, cache_dir=tmp_path / "memory")
+    kept = only_file(tmp_path / "memory")
+    monkeypatch.setattr(stored_rows, "KEPT_IN_MEMORY", 0)
+    monkeypatch.setattr(stored_rows, "MOST_ROWS", 5)
+    large = scatter_features(images, cache_dir=tmp_path / "large")
+    stored = scatter_features(on_disk, cache_dir=tmp_path / "stored")
+    assert isinstance(stored, StoredRows)
+    for folder in ("large", "stored"):
+        other = only_file(tmp_path / folder)
+        assert (other.name, other.read_bytes()) == (kept.name, kept.read_bytes())
+        assert stat.S_IMODE(other.stat().st_mode) == 0o600
+    assert torch.equal(large, in_memory)
+    assert torch.equal(stored.fetch(np.array([5, 0, 3])), in_memory[[5, 0, 3]])
+    normal = stored.each(lambda rows: group_normalise(rows, 27), "normalised")
+    assert torch.equal(normal.fetch(np.array([4, 1])), group_normalise(in_memory, 27)[[4, 1]])
+
+
+def test_features_on_disk_are_computed_once(on_disk, tmp_path, monkeypatch):
+    calls = []
+    blocks = scattering._computed_blocks
+    monkeypatch.setattr(scattering, "_computed_blocks", lambda *a: calls.append(1) or blocks(*a))
+    for _ in range(2):
+        scatter_features(on_disk, cache_dir=tmp_path / "cache")
+    assert len(calls) == 1
+    flip_a_bit(only_file(tmp_path / "cache"))
+    scatter_features(on_disk, cache_dir=tmp_path / "cache")
+    assert len(calls) == 2
+
+
+def test_features_that_fit_nowhere_are_an_error(on_disk, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="set DPIS_CACHE to a folder with room"):
+        scatter_features(on_disk, cache_dir=tmp_path / "file" / "cache")

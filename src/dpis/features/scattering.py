@@ -24,7 +24,7 @@ from dpis.errors import InputError
 from dpis.features.cache import CacheWarning, FeatureCache
 from dpis.features.filters import Array, kept_frequencies, lowpass_spectrum, wavelet_spectrum
 from dpis.private_files import PassingFolder
-from dpis.stored_rows import KEPT_IN_MEMORY, Column, StoredRows
+from dpis.stored_rows import Column, StoredRows, fits_in_memory
 
 FORMAT = "dpis scattering 1"
 """Part of the cache's key. Raise the number whenever features change in value or order."""
@@ -289,7 +289,7 @@ def scatter_features(
     if features is not None:
         if progress is not None:
             progress(len(images), len(images))
-    elif 4 * math.prod(shape) <= KEPT_IN_MEMORY:
+    elif fits_in_memory(4 * math.prod(shape)):
         features = _computed(scattering, images, progress)
         store.save(key, features)
     else:

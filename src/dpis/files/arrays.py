@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dpis.errors import InputError
 from dpis.files.schema import listed, shown
 from dpis.files.users import number_users
-from dpis.stored_rows import KEPT_IN_MEMORY, MappedRows
+from dpis.stored_rows import MappedRows, fits_in_memory
 
 FEATURE_NAMES = ("x", "features", "images", "inputs", "data")
 TARGET_NAMES = ("y", "targets", "labels", "target")
@@ -130,7 +130,7 @@ def _read_named(path: Path) -> tuple[Named, dict[str, MappedRows]]:
 
 def _whole_if_small(rows: MappedRows) -> NDArray[np.generic]:
     array: NDArray[np.generic] = rows.array
-    return np.array(array) if array.nbytes <= KEPT_IN_MEMORY else array
+    return np.array(array) if fits_in_memory(array.nbytes) else array
 
 
 def _read_npz(path: Path) -> tuple[Named, dict[str, MappedRows]]:
@@ -144,7 +144,7 @@ def _read_npz(path: Path) -> tuple[Named, dict[str, MappedRows]]:
                 )
             with found, zipfile.ZipFile(path) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-                large = {n for n in found.files if members[n].file_size > KEPT_IN_MEMORY}
+                large = {n for n in found.files if not fits_in_memory(members[n].file_size)}
                 named = {name: found[name] for name in found.files if name not in large}
                 mapped = {name: _map_member(path, members[name]) for name in large}
                 return named, mapped

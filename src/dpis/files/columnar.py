@@ -42,6 +42,7 @@ class ColumnarFile:
         names: of the columns.
         types: theirs.
         open_batches: reads some columns, in the order of the rows.
+        count: of the rows.
     """
 
     path: Path
@@ -50,6 +51,11 @@ class ColumnarFile:
     types: tuple[pyarrow.DataType, ...]
     open_batches: Callable[[Sequence[str]], Iterator[pyarrow.RecordBatch]]
     count: Callable[[], int]
+
+    def rows(self) -> int:
+        """How many there are."""
+        with _readable(self.path):
+            return self.count()
 
     def refuse_unfit(self, numbers: Collection[str], texts: Collection[str]) -> None:
         """What cannot be read as declared, before a row is read."""
@@ -90,6 +96,7 @@ class ColumnarFile:
             for batch in self.open_batches(names):
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                     yield batch.select(names).slice(start, ROWS_AT_ONCE)
+        _pyarrow().default_memory_pool().release_unused()
 
 
 def is_columnar(path: Path) -> bool:
@@ -128,11 +135,12 @@ def open_columnar(path: Path) -> ColumnarFile:
 def _open_parquet(path: Path) -> ColumnarFile:
     from pyarrow import parquet
 
-    file = parquet.ParquetFile(path, buffer_size=1 << 20)  # not a whole row group at once
+    file = parquet.ParquetFile(path, buffer_size=1 << 20)
     schema = file.schema_arrow
 
     def batches(names: Sequence[str]) -> Iterator[pyarrow.RecordBatch]:
-        return file.iter_batches(ROWS_AT_ONCE, columns=list(names))  # type: ignore[no-any-return]
+        for group in range(file.num_row_groups):  # asked for all, it keeps all
+            yield from file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=list(names))
 
     rows = file.metadata.num_rows
     return ColumnarFile(path, (path,), *_columns(schema), batches, lambda: rows)
@@ -178,8 +186,9 @@ def _arrow_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
 def _hugging_face_files(folder: Path) -> tuple[Path, ...]:
     if (folder / HUGGING_FACE_PARTS).is_file():
         parts = sorted(part.name for part in folder.iterdir() if part.is_dir())
+        example = f"{folder.name}/{(parts or ['train'])[0]}"
         raise InputError(
-            f"{folder} holds several parts: name one of them, {listed(f'{folder}/{p}' for p in parts)}"
+            f"{folder} holds several parts ({listed(parts)}): name one of them, as {example}"
         )
     try:
         state = json.loads((folder / HUGGING_FACE_STATE).read_text(encoding="utf-8"))
@@ -274,14 +283,15 @@ class _readable:  # noqa: N801 (a context manager)
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         import pyarrow as pa
 
+        if error is None or isinstance(error, InputError):
+            return
         line = shown(" ".join(str(error).split()), 120).strip("'\"")
-        if isinstance(error, pa.ArrowException | ValueError) and not isinstance(error, InputError):
+        if isinstance(error, OSError) and error.strerror:
+            raise InputError(f"cannot read {self._path}: {error.strerror}") from None
+        if isinstance(error, pa.ArrowException | ValueError | OSError):
             raise InputError(
                 f"{self._path} is damaged or not what its name says ({line}): write it again"
             ) from None
-        if isinstance(error, OSError):
-            reason = error.strerror or line
-            raise InputError(f"cannot read {self._path}: {reason}") from None
 
 
 def _plain(kind: pyarrow.DataType) -> str:

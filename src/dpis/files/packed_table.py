@@ -24,7 +24,7 @@ from dpis.errors import InputError
 from dpis.files.columnar import ColumnarFile
 from dpis.files.table import Table, TextColumn
 from dpis.private_files import FileIdentity, PassingFolder, cache_folder, written_whole
-from dpis.stored_rows import KEPT_IN_MEMORY, MappedRows, consecutive
+from dpis.stored_rows import MappedRows, consecutive, fits_in_memory
 
 FORMAT = "packed table 1"
 _WORD = np.dtype("<f8")
@@ -113,10 +113,10 @@ def read_columns(
     kept = None if cache is None else cache / "tables" / name
     if kept is not None and not anew and (found := _opened(kept, str(file.path), None)) is not None:
         return found
-    rows = file.count()
+    rows = file.rows()
     if not rows:
         raise InputError(f"{file.path} has columns but no records")
-    if rows * 8 * (len(numbers) + len(texts)) <= KEPT_IN_MEMORY:
+    if fits_in_memory(rows * 8 * (len(numbers) + len(texts))):
         return _joined(file, numbers, texts)
     passing = None if kept is not None else PassingFolder()
     path = kept if kept is not None else _within(passing) / name

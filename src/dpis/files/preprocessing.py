@@ -35,8 +35,8 @@ from dpis.files.targets import (
     part_from_json,
     unit_scaled,
 )
-from dpis.stored_rows import KEPT_IN_MEMORY, consecutive
 from dpis.stored_rows import Column as FeatureColumn
+from dpis.stored_rows import MappedRows, consecutive, fits_in_memory
 
 Features = FeatureColumn
 """In memory, or on disk and made when they are asked for."""
@@ -237,16 +237,16 @@ class ArrayPreprocessing(_Preprocessing):
             raise InputError(
                 f"{arrays.source}: features must be {needed}, found {found.dtype}: convert them as the training data"
             )
-        if (stored := arrays.stored) is not None and 4 * found.size > KEPT_IN_MEMORY:
+        if (stored := _on_disk(arrays)) is not None:
             recipe = f"{FORMAT} {self.divide_by_255}"
             return stored.each(lambda rows: self._features(arrays.source, rows.numpy()), recipe)
         return self._features(arrays.source, found, 0)
 
     def look_through(self, arrays: Arrays) -> None:
         """Refuse features that cannot be used; of what is read row by row none was looked at before."""
-        if arrays.stored is not None and 4 * arrays.features.size > KEPT_IN_MEMORY:
-            for places in consecutive(arrays.stored):
-                self._features(arrays.source, arrays.stored.read(places), int(places[0]))
+        if (stored := _on_disk(arrays)) is not None:
+            for places in consecutive(stored):
+                self._features(arrays.source, stored.read(places), int(places[0]))
 
     def _features(
         self, source: str, found: NDArray[np.generic], before: int | None = None
@@ -289,6 +289,12 @@ class ArrayPreprocessing(_Preprocessing):
                 f"{arrays.source}: targets with bounds must be numbers, found {targets.dtype}"
             )
         return self.target.of_numbers(targets.astype(np.float64), where)
+
+
+def _on_disk(arrays: Arrays) -> MappedRows | None:
+    """Where features lie that are read by index; None: in memory."""
+    large = not fits_in_memory(4 * arrays.features.size)  # as float32
+    return arrays.stored if large else None
 
 
 @dataclass(frozen=True, slots=True)

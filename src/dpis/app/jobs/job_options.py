@@ -29,7 +29,7 @@ class JobOptions(Privacy, Training):
 
     dataset: str = _model(
         SAMPLE,
-        "mnist, fmnist, cifar10, imdb, or a file of your own: .csv, .npz, .pt.",
+        "mnist, fmnist, cifar10, imdb, or a file or folder/ of your own: .csv, .parquet, .arrow, .npz, .npy, .pt.",
         shown="a sample of Fashion-MNIST",
         form="DATASET",
     )
@@ -58,21 +58,21 @@ class JobOptions(Privacy, Training):
         choices=("rgb", "opponent"),
     )
 
-    target: str | None = _file(None, "CSV: the column to learn.")
+    target: str | None = _file(None, "Table: the column to learn.")
     classes: str | None = _file(
         None,
         "The classes; from-data confirms that they are public.",
         form="A,B,C|10|from-data",
     )
-    schema: str | None = _file(None, "CSV: bounds, categories, classes in a .json or .toml file.")
+    schema: str | None = _file(None, "Table: bounds, categories, classes in a .json or .toml file.")
     bounds: tuple[str, ...] = _file(
-        (), "CSV: a numeric column. May be repeated.", form="COL=LOW:HIGH"
+        (), "Table: a numeric column. May be repeated.", form="COL=LOW:HIGH"
     )
     categories: tuple[str, ...] = _file(
-        (), "CSV: a categorical column. May be repeated.", form="COL=A,B|from-data"
+        (), "Table: a categorical column. May be repeated.", form="COL=A,B|from-data"
     )
-    drop: tuple[str, ...] = _file((), "CSV: leave a column out. May be repeated.", form="COL")
-    release_scale: bool = _file(False, "CSV: pay for a private release of undeclared bounds.")
+    drop: tuple[str, ...] = _file((), "Table: leave a column out. May be repeated.", form="COL")
+    release_scale: bool = _file(False, "Table: pay for a private release of undeclared bounds.")
     delimiter: str | None = _file(None, "CSV: between cells.", shown="as the header shows")
     user_column: str | None = _file(None, "Protect users, not rows: the column that names them.")
 
