@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 import dpis
 from dpis.errors import InputError
 from dpis.randomness import Key
+from dpis.sampling import Shards
 from dpis.stored_rows import MappedRows, RowsDataset
 from dpis.training import data_fingerprint
 from dpis.training.data_fingerprint import DataFingerprint, chunks
@@ -51,8 +52,17 @@ def dataset(path: Path) -> RowsDataset:
     return RowsDataset(mapped(path), LABELS)
 
 
+def fingerprint(records: Records, key: Key = KEY, known: Any = None) -> DataFingerprint:
+    """Over one shard, so that chunks are easy to count."""
+    return DataFingerprint(records, key, Shards.whole(len(records), 1), known or {})
+
+
+def whole(seen: DataFingerprint) -> str:
+    return seen.combined(seen.own_digests())
+
+
 def text(data: Any, known: Any = None, **more: Any) -> str:
-    return DataFingerprint(Records(data, **more), KEY, known or {}).text()
+    return whole(fingerprint(Records(data, **more), KEY, known))
 
 
 @pytest.fixture
@@ -129,23 +139,24 @@ def test_order_length_owners_and_key_count(tmp_path: Path) -> None:
         text(RowsDataset(rows.taken(order[:-1]), same[:-1])),
         text(RowsDataset(rows, same), user_ids=users),
         text(RowsDataset(rows, same), user_ids=[f"{user}" for user in users[:-1]] + ["9"]),
-        DataFingerprint(Records(RowsDataset(rows, same)), Key.from_seed(2)).text(),
+        whole(fingerprint(Records(RowsDataset(rows, same)), Key.from_seed(2))),
     ]
     assert len(set(texts)) == len(texts)
 
 
-def test_several_processes_make_it_of_their_own_chunks(tmp_path: Path) -> None:
-    """Each hashes the chunks of the records that it owns; in their order they are the whole."""
-    path = rows_file(tmp_path)
-    parts = chunks(N)
-    assert [len(part) for part in parts] == [CHUNK] * 6 + [4]
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_several_processes_make_it_of_their_own_chunks(tmp_path: Path, ranks: int) -> None:
+    """Each hashes the shards that it owns, in chunks; in their order they are the whole."""
+    records = Records(dataset(rows_file(tmp_path)))
+    seen = DataFingerprint(records, KEY, Shards.whole(N, 4))
     digests: list[str] = []
-    for own in (parts[:3], parts[3:]):
-        process = DataFingerprint(Records(dataset(path)), KEY)
-        digests += [process.chunk_digest(part) for part in own]
-    whole = DataFingerprint(Records(dataset(path)), KEY)
-    assert whole.combined(digests) == whole.text()
-    assert whole.combined(digests[::-1]) != whole.text()
+    for rank in range(ranks):
+        own = Shards.of_rank(N, 4, rank, ranks)
+        digests += DataFingerprint(records, KEY, own).own_digests()
+        assert all(len(chunk) <= CHUNK for chunk in chunks(own))
+    assert len(digests) == 8
+    assert seen.combined(digests) == whole(seen)
+    assert seen.combined(digests[::-1]) != whole(seen)
 
 
 # ── what it reads ────────────────────────────────────────────────────────────────────────────────────
@@ -154,15 +165,15 @@ def test_several_processes_make_it_of_their_own_chunks(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("settled")
 def test_files_that_are_as_they_were_are_not_read_again(tmp_path: Path, reads: list[int]) -> None:
     path = rows_file(tmp_path)
-    first = DataFingerprint(Records(dataset(path)), KEY)
-    before = first.text()
+    first = fingerprint(Records(dataset(path)), KEY)
+    before = whole(first)
     assert sum(reads) == N
     assert text(dataset(path), first.known) == before
     assert sum(reads) == N
     for touched in range(2, 4):  # touched, and the same: read, and the same
         os.utime(path)
-        again = DataFingerprint(Records(dataset(path)), KEY, first.known)
-        assert again.text() == before
+        again = fingerprint(Records(dataset(path)), KEY, first.known)
+        assert whole(again) == before
         assert sum(reads) == touched * N
     assert text(dataset(path), again.known) == before
     assert sum(reads) == 3 * N
@@ -181,8 +192,8 @@ def test_only_chunks_of_changed_files_are_read(tmp_path: Path, reads: list[int])
         path.with_suffix(f".{half}").write_text("")
     rows = mapped(path)
     data = RowsDataset(TwoFiles(path, rows.dtype, rows.shape, rows.offset), LABELS)
-    first = DataFingerprint(Records(data), KEY)
-    before = first.text()
+    first = fingerprint(Records(data), KEY)
+    before = whole(first)
     reads.clear()
     os.utime(path.with_suffix(".1"))
     assert text(data, first.known) == before
@@ -196,8 +207,8 @@ def test_only_chunks_of_changed_files_are_read(tmp_path: Path, reads: list[int])
 def test_an_edited_row_is_seen(tmp_path: Path, quietly: bool) -> None:
     """A program that puts the time of modification back cannot put back that of the change."""
     path = rows_file(tmp_path)
-    first = DataFingerprint(Records(dataset(path)), KEY)
-    before = first.text()
+    first = fingerprint(Records(dataset(path)), KEY)
+    before = whole(first)
     edit(path, 33, quietly=quietly)
     assert text(dataset(path), first.known) != before
 
@@ -205,8 +216,8 @@ def test_an_edited_row_is_seen(tmp_path: Path, quietly: bool) -> None:
 @pytest.mark.usefixtures("settled")
 def test_other_rows_or_another_way_to_make_them_are_not_taken_for_known(tmp_path: Path) -> None:
     path, order = rows_file(tmp_path), np.arange(N)
-    first = DataFingerprint(Records(dataset(path)), KEY)
-    before = first.text()
+    first = fingerprint(Records(dataset(path)), KEY)
+    before = whole(first)
     others = [
         mapped(path).taken(order[::-1]),
         mapped(path).each(lambda rows: rows + 1, "plus one"),
@@ -217,8 +228,8 @@ def test_other_rows_or_another_way_to_make_them_are_not_taken_for_known(tmp_path
 
 
 def test_a_file_that_was_changed_just_now_is_not_taken_for_known(tmp_path: Path) -> None:
-    first = DataFingerprint(Records(dataset(rows_file(tmp_path))), KEY)
-    first.text()
+    first = fingerprint(Records(dataset(rows_file(tmp_path))), KEY)
+    whole(first)
     assert first.known == {}
 
 
