@@ -115,7 +115,11 @@ class Group(ABC):
 
     def any(self, here: bool) -> bool:
         """Whether it is so on any rank; raises as `hear` does."""
-        return any(self.gathered(here))
+        return self.largest(int(here)) > 0
+
+    def largest(self, number: int) -> int:
+        """Of all ranks' whole numbers from 0; raises as `hear` does."""
+        return max(self.gathered(number))
 
     @contextmanager
     def in_a_pass(self) -> Iterator[None]:
@@ -224,11 +228,11 @@ class Ranks(Group):
 
     def hear(self, place: int = 0) -> None:
         """A word from every rank."""
-        self._word(place, False)
+        self._word(place, 0)
 
-    def any(self, here: bool) -> bool:
+    def largest(self, number: int) -> int:
         """A word from every rank."""
-        return self._word(_ASKING, here)
+        return self._word(_ASKING, number)
 
     def stop(self, error: BaseException) -> None:
         """Once; a group that has come apart hears nothing any more."""
@@ -238,9 +242,9 @@ class Ranks(Group):
                 self._all(_in_words(error))
         self.stopped = True
 
-    def _word(self, place: int, here: bool) -> bool:
+    def _word(self, place: int, answer: int) -> int:
         """Three numbers from every rank: whether it stops, where it stands, what it answers. Causes follow a stop."""
-        stops, places, answers = zip(*self.numbers(0, place, int(here)), strict=True)
+        stops, places, answers = zip(*self.numbers(0, place, answer), strict=True)
         if any(stops):
             causes = self._all("")
             self.stopped = True
@@ -252,7 +256,7 @@ class Ranks(Group):
                 f"the processes stand at different places ({_in_a_row(places)}): each must take every batch of every "
                 f"epoch, and step once for it. {HOW_TO_GO_ON}"
             )
-        return any(answers)
+        return int(max(answers))
 
     @contextmanager
     def in_a_pass(self) -> Iterator[None]:
@@ -350,7 +354,8 @@ def current_group() -> Group:
 def share_weights(model: nn.Module, group: Group) -> None:
     """Every process begins with the model of rank 0, as `DistributedDataParallel` has it."""
     for tensor in (*model.parameters(), *model.buffers()):
-        group.share(tensor)
+        if not hasattr(tensor, "to_local"):  # a sharded one is made of all ranks' rows
+            group.share(tensor)
 
 
 _ASKING = -1

@@ -36,13 +36,15 @@ class ModelState:
     Args:
         module: the model.
         closely: digest frozen parameters too.
+        sharded: the parameters are gathered for a pass and freed after it, and with them what was written there; they
+            are left alone.
     """
 
-    def __init__(self, module: nn.Module, *, closely: bool) -> None:
-        self._module, self._closely = module, closely
+    def __init__(self, module: nn.Module, *, closely: bool, sharded: bool = False) -> None:
+        self._module, self._closely, self._sharded = module, closely, sharded
         self._before = {
             name: self._place_of(tensor) if frozen else _value_of(tensor)
-            for name, tensor, frozen in _kept_by(module)
+            for name, tensor, frozen in self._kept()
         }
 
     def check_unwritten(self) -> None:
@@ -52,12 +54,19 @@ class ModelState:
             CouplingError: if so.
         """
         missing = set(self._before)
-        for name, tensor, frozen in _kept_by(self._module):
+        for name, tensor, frozen in self._kept():
             missing.discard(name)
             if name not in self._before or self._differs(tensor, frozen, self._before[name]):
                 raise CouplingError(_WROTE.format(name))
         if missing:
             raise CouplingError(_WROTE.format(min(missing)))
+
+    def _kept(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Every parameter and buffer, and whether it is a frozen parameter."""
+        parts = parts_of(self._module)
+        if not self._sharded:
+            yield from ((name, p, not p.requires_grad) for name, p in parts.parameters.items())
+        yield from ((name, buffer, False) for name, buffer in parts.buffers.items())
 
     def _differs(self, tensor: Tensor, frozen: bool, before: Tensor | Digest | Place) -> bool:
         if isinstance(before, Tensor):
@@ -70,13 +79,13 @@ class ModelState:
 
 
 @contextmanager
-def unwritten(module: nn.Module, *, closely: bool = True) -> Iterator[None]:
+def unwritten(module: nn.Module, *, closely: bool = True, sharded: bool = False) -> Iterator[None]:
     """While records pass through a module: refuse whatever it wrote to itself.
 
     Raises:
         CouplingError: at the end, if it did.
     """
-    state = ModelState(module, closely=closely)
+    state = ModelState(module, closely=closely, sharded=sharded)
     yield
     state.check_unwritten()
 
@@ -108,13 +117,6 @@ def _column_sums(numbers: Tensor, columns: int = 1024) -> Tensor:
 def _value_of(tensor: Tensor) -> Tensor | Digest:
     small = tensor.layout is not torch.strided or tensor.nbytes <= SMALL
     return tensor.detach().clone() if small else digest(tensor)
-
-
-def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every parameter and buffer, and whether it is a frozen parameter."""
-    parts = parts_of(module)
-    yield from ((name, p, not p.requires_grad) for name, p in parts.parameters.items())
-    yield from ((name, buffer, False) for name, buffer in parts.buffers.items())
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -18,6 +18,7 @@ from dpis.mechanism.secret_state import (
     save_group_state,
     shared_key,
 )
+from dpis.mechanism.sharded_state import put_together
 
 Place = str | PathLike[str] | IO[bytes]
 """A path, or a file that is open in binary mode."""
@@ -52,7 +53,7 @@ class PrivateRun:
             "torch_random": torch.get_rng_state(),
             **state,
         }
-        save_group_state(_opened(place), lambda: whole, own, mechanism.group)
+        save_group_state(_opened(place), whole, own, mechanism.group)
 
     def load(self, place: Place) -> dict[str, Any]:
         """Stand where that run stood; returns its whole state.
@@ -77,7 +78,9 @@ class PrivateRun:
         self.seed = state["seed"]
         self.journal.load_state_dict(state["events"])
         key = shared_key(self.seed, mechanism.group)
-        mechanism.take_up(key, state["mechanism"], own_state(opened, state))
+        own = own_state(opened, state)
+        mechanism.take_up(key, state["mechanism"], own)
+        state = dict(put_together(state, own, self.session.gradients.module))
         if mechanism.group.size == 1:
             torch.set_rng_state(state["torch_random"])
         return state

@@ -31,6 +31,8 @@ from dpis.errors import CouplingError, MisuseError
 from dpis.generators import chance_of, seeded_generators
 from dpis.gradients.deferred import DeferredGradients, Pass, joined
 from dpis.mechanism import Mechanism
+from dpis.mechanism.gradient_sum import GradientSum
+from dpis.sampling import Draw
 
 
 class Session:
@@ -66,6 +68,7 @@ class Session:
         self._refusal: CouplingError | None = None
         self._all_parameters = dict(gradients.module.named_parameters())
         self._guards: list[Any] = []
+        self._sharded = gradients.sharded_sums
         self._train(gradients)
 
     def _train(self, gradients: DeferredGradients) -> None:
@@ -126,10 +129,15 @@ class Session:
             items = chance_of(self.mechanism.chance("items", step))
             indices = draw.indices.tolist()
             size = most or max(1, len(indices))
-            for start in range(0, max(1, len(indices)), size):
-                part = indices[start : start + size]
-                self._ahead.append(PhysicalBatch(draw, part, start + size >= len(indices)))
-                yield Places(part, items, start)
+            parts = self._equally_many(max(1, -(-len(indices) // size)))
+            for number in range(parts):
+                part = indices[number * size : (number + 1) * size]
+                self._ahead.append(PhysicalBatch(draw, part, number + 1 == parts))
+                yield Places(part, items, number * size)
+
+    def _equally_many(self, parts: int) -> int:
+        """All ranks of a sharded model run it equally often: some on nobody."""
+        return parts if self._sharded is None else self.gradients.ranks.largest(parts)
 
     def deliver(
         self, iteration: object, batch: Any, padded_otherwise: Sequence[PaddedOtherwise]
@@ -146,9 +154,12 @@ class Session:
         part = self._ahead.popleft()
         delivered = Delivered.of(batch, len(part.indices), self.gradients.row_dim)
         if self._step is None:
-            total = self.mechanism.start_sum(part.draw, self.gradients.parameters)
+            total = self._start_sum(part.draw)
             self._step = Step(total, None, delivered)
         self._step.deliver(part, delivered, padded_otherwise)
+
+    def _start_sum(self, draw: Draw) -> GradientSum:
+        return self.mechanism.start_sum(draw, self.gradients.parameters, self._sharded)
 
     @property
     def _current(self) -> PhysicalBatch | None:
@@ -182,7 +193,7 @@ class Session:
                 "what comes before it would neither be trained nor be protected. Make one model of all that is "
                 "trained, or detach the input"
             )
-        if not step.batch.indices:
+        if not step.batch.indices and self._sharded is None:
             if inputs and all(tensor.numel() for tensor in inputs):
                 self._require_rows(step, 1)
             with self._masks(0, 0):
@@ -193,22 +204,25 @@ class Session:
         self._require_backward(step, but=seen)
         before = step.covered - (0 if seen is None else seen.rows)
         start = before - (step.expected - len(step.batch.indices))
-        self._require_delivered(step, inputs, start)
+        if step.batch.indices:
+            self._require_delivered(step, inputs, start)
         if step.state is None:
-            step.state = ModelState(self.gradients.module, closely=self.looks_now)
+            sharded = self._sharded is not None
+            step.state = ModelState(self.gradients.module, closely=self.looks_now, sharded=sharded)
         with self._masks(before, 0 if seen is None else len(seen.passes)):
             passed = self.gradients.run(args, kwargs)
         if self.looks_now:
             step.state.check_unwritten()  # where it happened; before the release always
         self._require_rows(step, before + passed.rows, whole=seen is not None)
         self._template = passed.blank if self._template is None else self._template
-        self._trials.prepare(
-            passed,
-            range(start, start + passed.rows),
-            (args, dict(kwargs)),
-            step.delivered.numbers_of,
-            step.padded_otherwise,
-        )
+        if passed.rows:
+            self._trials.prepare(
+                passed,
+                range(start, start + passed.rows),
+                (args, dict(kwargs)),
+                step.delivered.numbers_of,
+                step.padded_otherwise,
+            )
         if seen is None:
             self._looks.due()
             watch = self._new_watch(step, passed.rows, half=self._half(passed))
@@ -238,7 +252,7 @@ class Session:
 
     def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The outputs for rows that nobody drew: they can be looked at. Gradients of theirs are refused on arrival."""
-        with unwritten(self.gradients.module):
+        with unwritten(self.gradients.module, sharded=self._sharded is not None):
             return self.gradients.module(*args, **kwargs)
 
     def _require_delivered(self, step: Step, inputs: list[Tensor], start: int) -> None:
@@ -271,6 +285,8 @@ class Session:
 
     def _follow_thaws(self) -> None:
         """Between two steps parameters may be frozen or thawed; the recorder looks at all else, in its own words."""
+        if self._sharded is not None:
+            return  # other tensors stand in for the parameters while the model runs: the recorder knows which
         known = self.gradients.parameters
         parameters = parts_of(self.gradients.module).parameters.items()
         now = {name: p for name, p in parameters if p.requires_grad}
@@ -287,7 +303,7 @@ class Session:
             DeferredGradients(self.gradients.module, batch_first=self.gradients.row_dim == 0)
         )
         if self._step is not None:
-            self._step.sum = self.mechanism.start_sum(self._step.sum.draw, now)
+            self._step.sum = self._start_sum(self._step.sum.draw)
 
     @property
     def looks_now(self) -> bool:

@@ -47,7 +47,7 @@ class RunRows:
     @property
     def backward_done(self) -> bool:
         """Whether gradients have arrived at every pass."""
-        return all(passed.backward_done for passed in self.passes)
+        return not self.rows or all(passed.backward_done for passed in self.passes)
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from dpis.errors import InputError
 from dpis.gradients.parts import without_overlap
 from dpis.gradients.recorder import Recorder, WatchedPass
 from dpis.gradients.tape import Tape, full_precision
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import ShardedSums
 from dpis.group import Group
 
 NOTHING_TO_TRAIN = "the model returns no tensor that depends on its trainable parameters"
@@ -147,6 +150,11 @@ class DeferredGradients:
     def ranks(self) -> Group:
         """The processes that hold the slices of a sharded model; of any other this one alone."""
         return self._recorder.sharding.ranks
+
+    @property
+    def sharded_sums(self) -> ShardedSums | None:
+        """How sums of a sharded model lie on these processes; None of any other."""
+        return self._recorder.sharding.sums
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """To look around with the model leaves no trace: neither in the random stream nor in the buffers."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dpis import batches
 from dpis.errors import GradientError, InputError
 from dpis.gradients.rules.rule import HALF, Call
-from dpis.gradients.sharded_sums import Slice, require_rows
+from dpis.gradients.sharded_sums import ShardedSums, require_rows
 from dpis.gradients.sharding import Owners, Sharding
 from dpis.gradients.watch import Computed, Shown, Use, Watch, made_of, names_in
 from dpis.group import Group, current_group
@@ -54,8 +54,7 @@ class FullySharded(Sharding):
         for name, parameter in trainable.items():
             require_rows(name, parameter)
         self.ranks = _group_of(trainable)
-        for name, parameter in trainable.items():
-            Slice.of(name, parameter, self.ranks.rank)
+        self.sums = ShardedSums.of(self.ranks, trainable)
         self._locations = _by_owner(module, self.modules)
         self._owner_of = {
             location.name: index

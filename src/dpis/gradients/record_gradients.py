@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from dpis.errors import InputError
 from dpis.gradients.losses import Loss, Objective, objective_of
 from dpis.gradients.recorder import Recorder
 from dpis.gradients.tape import Tape
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import ShardedSums
 from dpis.group import Group
 
 # Chooses the weights of records from their norms and their indices in the batch.
@@ -113,6 +117,11 @@ class RecordGradients:
     def ranks(self) -> Group:
         """The processes that hold the slices of a sharded model; of any other this one alone."""
         return self._recorder.sharding.ranks
+
+    @property
+    def sharded_sums(self) -> ShardedSums | None:
+        """How sums of a sharded model lie on these processes; None of any other."""
+        return self._recorder.sharding.sums
 
     def record(self, batch: Batch, present: Tensor | None = None) -> Tape:
         """One forward and one backward pass over at least one record, all at once.

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from dpis.gradients.watch import Use, Watch
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import ShardedSums
 from dpis.group import Alone, Group
 
 # Indices of sharded modules that are gathered at the same time.
@@ -21,9 +25,11 @@ class Sharding:
     Attributes:
         ranks: the processes that hold the slices.
         is_sharded: whether there are slices.
+        sums: how sums of gradients lie on these processes, where there are slices.
     """
 
     is_sharded = False
+    sums: ShardedSums | None = None
 
     def __init__(self) -> None:
         self.ranks: Group = Alone()
@@ -59,3 +65,13 @@ def sharding_of(module: nn.Module) -> Sharding:
     from dpis.gradients.fully_sharded import FullySharded, is_sharded
 
     return FullySharded(module) if is_sharded(module) else Sharding()
+
+
+def free_gathered(module: nn.Module) -> None:
+    """Let a sharded model go of parameters that a pass left gathered: they would be those of then in the next one."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.fsdp import FSDPModule
+
+        for layer in module.modules():
+            if isinstance(layer, FSDPModule):
+                layer.reshard()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dpis.sampling import Draw
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import (
+        ShardedSums,  # which imports what shards, for half a second
+    )
 
 
 class GradientSum:
@@ -20,6 +26,7 @@ class GradientSum:
         draw: whose gradients these are.
         parameters: the trainable parameters by name.
         acceptance_coins: one uniform number for every drawn record, where contributions are accepted or rejected.
+        sharded: where the model is: each part is added up over all ranks at once, and this rank keeps its rows.
 
     Attributes:
         records: how many were added, in the order of the draw.
@@ -31,8 +38,9 @@ class GradientSum:
         draw: Draw,
         parameters: Mapping[str, Tensor],
         acceptance_coins: Tensor | None = None,
+        sharded: ShardedSums | None = None,
     ) -> None:
-        self.draw, self.acceptance_coins = draw, acceptance_coins
+        self.draw, self.acceptance_coins, self.sharded = draw, acceptance_coins, sharded
         self.records = 0
         self.parameters = parameters
         self._sums: dict[str, Tensor] = {}
@@ -57,23 +65,24 @@ class GradientSum:
         """
         self._norms.append(norms.cpu())
         self.records += len(norms)
-        for name, value in sums:
+        for name, value in sums if self.sharded is None else self.sharded.local(sums):
             known = self._sums.get(name)
             self._sums[name] = value if known is None else known.double().add_(value)
 
     def take(self) -> dict[str, Tensor]:
         """The sums by parameter name, in float32 or better. They are given away: nothing stays here."""
         sums, self._sums = self._sums, {}
-        return {name: _sum_for(p, sums.pop(name, None)) for name, p in self.parameters.items()}
+        return {name: self._sum_for(name, sums.pop(name, None)) for name in self.parameters}
+
+    def _sum_for(self, name: str, found: Tensor | None) -> Tensor:
+        parameter = self.parameters[name]
+        least = precision_of(parameter)
+        if found is not None:
+            return found.to(torch.promote_types(found.dtype, least))
+        shape = parameter.shape if self.sharded is None else self.sharded.slices[name].shape
+        return torch.zeros(shape, dtype=least, device=parameter.device)
 
 
 def precision_of(parameter: Tensor) -> torch.dtype:
     """What a parameter's gradient is released in: its own type, or float32 where that has fewer digits."""
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _sum_for(parameter: Tensor, found: Tensor | None) -> Tensor:
-    least = precision_of(parameter)
-    if found is None:
-        return torch.zeros_like(parameter, dtype=least, requires_grad=False)
-    return found.to(torch.promote_types(found.dtype, least))

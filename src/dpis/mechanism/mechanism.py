@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,15 @@ from dpis.group import Alone, Group
 from dpis.mechanism.contribution import contribution_weights
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.journal import Journal
-from dpis.mechanism.noisy_update import Noise, noisy_statistic, noisy_update
+from dpis.mechanism.noisy_update import Noise, noisy_slices, noisy_statistic, noisy_update
 from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.options import Contribution, NormSum
 from dpis.randomness import Key, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, Shards, UniformSampler
 from dpis.sampling.classes import slices
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import ShardedSums
 
 APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
@@ -314,18 +317,21 @@ class Mechanism:
         self._outstanding.append((draw, self.terms))
         return draw
 
-    def start_sum(self, draw: Draw, parameters: Mapping[str, Tensor]) -> GradientSum:
+    def start_sum(
+        self, draw: Draw, parameters: Mapping[str, Tensor], sharded: ShardedSums | None = None
+    ) -> GradientSum:
         """To be filled with the gradients of the drawn records, tape by tape.
 
         Args:
             draw: the oldest that waits for its release.
             parameters: the trainable parameters by name.
+            sharded: how they lie on the ranks, where they are sharded.
         """
         self._require_oldest(draw)
         coins = None
         if self.plan.config.contribution is Contribution.REJECT:
             coins = torch.from_numpy(self._acceptance_coins(draw))
-        return GradientSum(draw, parameters, coins)
+        return GradientSum(draw, parameters, coins, sharded)
 
     def _acceptance_coins(self, draw: Draw) -> npt.NDArray[np.float64]:
         """By shard, and within a shard in the order of its drawn records: whoever has the shard tosses the same."""
@@ -388,6 +394,8 @@ class Mechanism:
             std = APPLIED_NOISE * terms.noise_multiplier
             noise = Noise(std, self._key.normals("noise", step, total.entries))
             scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
+        if total.sharded is not None:
+            return noisy_slices(total.take(), total.sharded, noise, scale)
         return noisy_update(
             total.take(),
             total.parameters,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from dpis.group import Group
 from dpis.mechanism.gradient_sum import precision_of
 from dpis.noise import add_noise, layout
 from dpis.randomness import TILE, Normals
+
+if TYPE_CHECKING:
+    from dpis.gradients.sharded_sums import ShardedSums
 
 BLOCK = 1 << 22
 """Entries that are under way at once."""
@@ -81,6 +85,28 @@ def noisy_update(
         own = own.mul_(scale).to(parts.widest_result(block))
         parts.write(block, group.collected(own).view(-1))
     return update
+
+
+def noisy_slices(
+    sums: dict[str, Tensor], sharded: ShardedSums, noise: Noise | None, scale: float
+) -> dict[str, Tensor]:
+    """The same of a sharded model: this rank noises its rows of the sums, which are those of all ranks already.
+
+    Args:
+        sums: by parameter name; they are given away, and emptied.
+        sharded: how the model lies on the ranks.
+        noise: None: nothing is private.
+        scale: after noise and rounding.
+
+    Returns:
+        Sharded as the parameters are.
+    """
+    parameters = sharded.parameters
+    begins = layout({name: parameter.numel() for name, parameter in parameters.items()})
+    if noise is not None:
+        sums = add_noise(sums, noise.std, noise.normals, sharded.begins(begins))
+    slices = {n: sums.pop(n).mul_(scale).to(precision_of(p)) for n, p in parameters.items()}
+    return dict(sharded.as_gradients(slices))
 
 
 def noisy_statistic(label: str, value: Tensor, noise: Noise, group: Group) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -77,16 +77,21 @@ class Parts(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.several([name])[name]
+        size, dtype = self.kind(name)
+        room = {name: torch.empty(size, dtype=dtype)}
+        self.read_into(room)
+        return room[name]
 
-    def several(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """These, in one reading."""
-        kinds = {name: self._stored[name] for name in names}
-        room = {n: torch.empty(one.size, dtype=one.properties.dtype) for n, one in kinds.items()}
+    def kind(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """The size of all of it, and the type of its numbers."""
+        stored = self._stored[name]
+        return stored.size, stored.properties.dtype
+
+    def read_into(self, room: dict[str, Tensor]) -> None:
+        """Fill these tensors; of one that is sharded, the rows of this rank alone are read."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*single process")  # which is what is meant
             load(room, storage_reader=self._reader, no_dist=True)
-        return room
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)

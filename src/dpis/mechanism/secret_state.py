@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from dpis.errors import InputError
 from dpis.group import Group
 from dpis.mechanism.secret_parts import Parts, save_parts
+from dpis.mechanism.sharded_state import taken_apart
 from dpis.randomness import Key
 from dpis.runs.checkpoint import (
     DamagedCheckpointError,
@@ -70,7 +71,7 @@ OWN, PARTS = "own", "parts"
 
 def save_group_state(
     place: Path | IO[bytes],
-    state: Callable[[], dict[str, Any]],
+    state: dict[str, Any],
     own: Mapping[str, Tensor],
     group: Group,
 ) -> None:
@@ -78,12 +79,13 @@ def save_group_state(
 
     Args:
         place: as for `save_secret_state`; a group of several ranks needs a path.
-        state: makes what all ranks have in common; asked on rank 0.
+        state: what all ranks have in common: that of rank 0 is kept. Of tensors that are sharded over the ranks each
+            writes its rows.
         own: of this rank, each tensor under a name that no other rank uses.
         group: all ranks call this at the same place.
     """
     if group.size == 1:
-        save_secret_state(place, {**state(), OWN: dict(own)})
+        save_secret_state(place, {**state, OWN: dict(own)})
         return
     if not isinstance(place, Path):
         raise InputError(
@@ -91,10 +93,11 @@ def save_group_state(
             "that all of them see"
         )
     folder = group.from_first(lambda: parts_beside(place, secrets.token_hex(4)))
-    sha256 = save_parts(folder, own, group)
+    state, sharded = taken_apart(state)
+    sha256 = save_parts(folder, {**own, **sharded}, group)
 
     def replace() -> None:
-        save_secret_state(place, {**state(), PARTS: {"folder": folder.name, "sha256": sha256}})
+        save_secret_state(place, {**state, PARTS: {"folder": folder.name, "sha256": sha256}})
         remove_parts_beside(place, but=folder)
 
     group.from_first(replace)

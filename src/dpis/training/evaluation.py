@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from dpis import batches
 from dpis.batches import columns_of
 from dpis.errors import InputError
+from dpis.gradients.sharding import free_gathered
 from dpis.stored_rows import StoredRows, blocks_of, rows_at_once
 
 Metric = Callable[[Any, Any], Tensor]
@@ -94,6 +95,7 @@ class HeldOut:
 def evaluating(module: nn.Module) -> Iterator[None]:
     """The module in evaluation mode; every part as it was, afterwards."""
     before = {part: part.training for part in module.modules()}
+    free_gathered(module)
     module.eval()
     try:
         with torch.no_grad():
@@ -101,6 +103,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in before.items():
             part.training = training
+        free_gathered(module)
 
 
 @dataclass(frozen=True)

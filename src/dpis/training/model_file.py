@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from dpis.batches import flattened
 from dpis.errors import InputError
+from dpis.mechanism.sharded_state import is_sharded
 
 METADATA_KEY = "dpis"
 
@@ -121,10 +122,15 @@ def _built(node: ast.expr) -> nn.Module:
     return module
 
 
-def model_bytes(module: nn.Module, card: ModelCard) -> bytes:
-    """The file of weights and card; the same weights and card give the same bytes."""
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers on the CPU; of a sharded model gathered one by one, by all ranks together."""
     state = module.state_dict()
-    weights = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
+    whole = {n: v.full_tensor() if is_sharded(v) else v for n, v in state.items()}
+    return {name: value.detach().cpu().contiguous().clone() for name, value in whole.items()}
+
+
+def model_bytes(weights: dict[str, Tensor], card: ModelCard) -> bytes:
+    """The file of weights and card; the same weights and card give the same bytes."""
     text = json.dumps(card.__dict__, sort_keys=True)
     return bytes(save(weights, metadata={METADATA_KEY: text}))
 

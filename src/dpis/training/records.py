@@ -131,6 +131,7 @@ class Records:
         self._fetch_probe = FetchProbe(self._items) if fetches_at_once(self.dataset) else None
         self._one_by_one = ItemChance(self.dataset.__getitem__)
         self._pairs: list[tuple[Batch, Batch]] = []
+        self._nobody: Batch | None = None
         self._augment_probe = AugmentProbe(self.rows_per_record, self.batch_shaped)
 
     def __len__(self) -> int:
@@ -173,6 +174,16 @@ class Records:
             rows, present = self._rows_of(some, key, f"all-rows:{start}", epoch)
             batch = self._fetch(rows, _Chances(key, "all-", str(start), epoch))
             yield Rows(self._repeated(batch), self._repeated_presence(present), self._taken_pairs())
+
+    def nobody(self, key: Key) -> Rows:
+        """No rows, shaped as any others: the first item of the dataset tells how."""
+        if self._nobody is None:
+            chances = _Chances(key, "nobody-", "", 0)
+            batch = self._fetch(np.zeros(1, dtype=np.int64), chances)
+            self._nobody = batches.apply(lambda tensor: tensor[:0], batch)
+        shape = 0, self.rows_per_record
+        present = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return Rows(self._nobody, None if self._users is None else present)
 
     def places(self, records: range) -> Places:
         """The rows of consecutive records, record by record."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -182,19 +182,12 @@ class Run:
         """Whether the last bits of a record's norm may depend on who shares its batch; the ledger says so."""
         return self.options.batch_shaped or self.mechanism.plan.too_small_to_fill
 
-    def save(self, training: Callable[[], dict[str, Any]]) -> None:
-        """Replace the secret checkpoint. All ranks call this.
-
-        Args:
-            training: makes the state that they have in common.
-        """
+    def save(self, training: dict[str, Any]) -> None:
+        """Replace the secret checkpoint. All ranks call this, with the state that they have in common."""
         self.key.require_home()
-
-        def whole() -> dict[str, Any]:
-            self.training = training()
-            return _secret_state(self.key, self.config, self.options, self.training)
-
-        save_group_state(self.folder.checkpoint, whole, self.mechanism.own_state(), self.group)
+        self.training = training
+        state = _secret_state(self.key, self.config, self.options, training)
+        save_group_state(self.folder.checkpoint, state, self.mechanism.own_state(), self.group)
 
     def finish(self, model_sha256: str) -> None:
         """Close the ledger over the released model. Doing it twice changes nothing."""

@@ -22,12 +22,19 @@ from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
 from dpis.mechanism.gradient_sum import GradientSum
+from dpis.mechanism.sharded_state import put_together
 from dpis.runs.folder import Replacement, write_whole
 from dpis.sampling import Draw
 from dpis.training.data_fingerprint import DataFingerprint, Fingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
-from dpis.training.model_file import card_of, loader_source, model_bytes, weights_digest
+from dpis.training.model_file import (
+    card_of,
+    loader_source,
+    model_bytes,
+    weights_digest,
+    whole_weights,
+)
 from dpis.training.progress import Reporter, Silent, Standing
 from dpis.training.records import Rows
 from dpis.training.result import Diagnostics, Result, summary_of
@@ -188,7 +195,8 @@ class Trainer:
         self._to_training_mode()
         with seeded_torch(self.run.key.stream(f"model:{self._group.rank}", mechanism.step)):
             alike = self._group.together(mechanism.place)
-            with alike, unwritten(task.model, closely=self._looks.due()):
+            closely, sharded = self._looks.due(), self._sharded
+            with alike, unwritten(task.model, closely=closely, sharded=sharded):
                 total = self._sum_over(mechanism.draw())
             update = mechanism.release_sum(total)
             for name, parameter in self._gradients.parameters.items():
@@ -206,13 +214,22 @@ class Trainer:
     def _sum_over(self, draw: Draw) -> GradientSum:
         """The weighted per-example gradients of the drawn records. Tapes end with this call."""
         mechanism, key, step = self._mechanism, self.run.key, self._mechanism.step
-        total = mechanism.start_sum(draw, self._gradients.parameters)
-        for rows in self.task.records.drawn(draw.indices.numpy(), key, step):
+        gradients = self._gradients
+        total = mechanism.start_sum(draw, gradients.parameters, gradients.sharded_sums)
+        for rows in self._in_step(self.task.records.drawn(draw.indices.numpy(), key, step)):
             self._refuse_batch_shapes(rows)
             self._refuse_seen_padding(rows)
-            for tape in self._gradients.tapes(rows.batch, rows.present):
+            for tape in gradients.tapes(rows.batch, rows.present):
                 mechanism.add(total, tape)
         return total
+
+    def _in_step(self, parts: Iterator[Rows]) -> Iterator[Rows]:
+        """The rows of a rank's records, part by part; nobody's, while other ranks of a sharded model have some."""
+        ranks = self._gradients.ranks
+        rows = next(parts, None)
+        while ranks.any(rows is not None):
+            yield self.task.records.nobody(self.run.key) if rows is None else rows
+            rows = next(parts, None)
 
     def _all_norms(self) -> Tensor:
         """The norms of all own records at the current parameters, for a released norm sum."""
@@ -221,8 +238,8 @@ class Trainer:
         own = self._mechanism.own_records
         self._to_training_mode()
         chance = seeded_torch(key.stream(f"model-all:{rank}", epoch))
-        with self._group.together(), chance, unwritten(self.task.model):
-            for rows in records.all(key, epoch, own):
+        with self._group.together(), chance, unwritten(self.task.model, sharded=self._sharded):
+            for rows in self._in_step(records.all(key, epoch, own)):
                 self._refuse_seen_padding(rows)
                 tapes = self._gradients.tapes(rows.batch, rows.present)
                 norms += [tape.norms().cpu() for tape in tapes]
@@ -267,7 +284,8 @@ class Trainer:
             return None
         seen = Fingerprint(self.run.key, "held-out-fingerprint-key")
         chance = self.run.key.stream("held-out", 0)
-        with self._group.together(), seeded_generators(chance), unwritten(self.task.model):
+        unwritten_to = unwritten(self.task.model, sharded=self._sharded)
+        with self._group.together(), seeded_generators(chance), unwritten_to:
             self._trial = evaluate(self.task.model, held_out, self._device, seen.add)
             held_out.require_more()
         if not self._trial.rows:
@@ -307,8 +325,12 @@ class Trainer:
 
     def _require_same_weights(self) -> None:
         """Every rank took the same updates: a processor that computes otherwise would show here."""
-        if self._group.size > 1:
+        if self._group.size > 1 and not self._sharded:
             self._group.require_same(weights_digest(self.task.model), "weights")
+
+    @property
+    def _sharded(self) -> bool:
+        return self._gradients.sharded_sums is not None
 
     @contextmanager
     def _released_weights(self) -> Iterator[None]:
@@ -369,7 +391,8 @@ class Trainer:
                 "change). The same noise on something else would cancel in the difference and reveal it. Bring back "
                 "what was, or start anew in another folder"
             )
-        task = self.task
+        task, own = self.task, self.run.own
+        state = put_together(state, own, task.model)
         task.model.load_state_dict(state["model"])
         task.optimizer.load_state_dict(state["optimizer"])
         if task.scheduler is not None:
@@ -379,7 +402,7 @@ class Trainer:
         self._progress = _Progress(**state["progress"])
         if not self._group.leads:
             self._progress.gradient_evaluations = 0  # rank 0 goes on counting for all
-        self._mechanism.load_state_dict(state["mechanism"], self.run.own)
+        self._mechanism.load_state_dict(state["mechanism"], own)
 
     def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """A fingerprint of the data; what lies in files that are as they were is not read again."""
@@ -397,7 +420,7 @@ class Trainer:
         task = self.task
         evaluations = sum(self._group.gathered(self._progress.gradient_evaluations))
         self.run.save(
-            lambda: {
+            {
                 "identity": self._identity_saved,
                 "data": self._data,
                 "held_out": self._held_out,
@@ -415,12 +438,14 @@ class Trainer:
     def _release(self) -> Result:
         """Rank 0 writes the files of the run; every rank has the released model and says the same of it."""
         evaluations = sum(self._group.gathered(self._progress.gradient_evaluations))
-        result = self._group.from_first(lambda: self._write_files(evaluations))
+        with self._released_weights():
+            weights = whole_weights(self.task.model)
+        result = self._group.from_first(lambda: self._write_files(weights, evaluations))
         if self.task.average is not None:
             self.task.average.put_into(self.task.model)  # the module is what was released
         return result
 
-    def _write_files(self, gradient_evaluations: int) -> Result:
+    def _write_files(self, weights: dict[str, Tensor], gradient_evaluations: int) -> Result:
         """The model beside its place, the ledger's end, then the model into its place and the summary.
 
         A ledger that was closed over another model refuses before a file is touched. A crash in between is made good
@@ -429,8 +454,7 @@ class Trainer:
         self.run.key.require_home()
         folder, task, progress = self.run.folder, self.task, self._progress
         card = card_of(task.model) if task.card is None else task.card
-        with self._released_weights():
-            contents = model_bytes(task.model, card)
+        contents = model_bytes(weights, card)
         sha256 = hashlib.sha256(contents).hexdigest()
         with Replacement(folder.model, contents) as model:
             self.run.finish(sha256)
