@@ -10,6 +10,7 @@ fail on one rank alone stands in `Group.together`, at the end of which every ran
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -57,6 +58,15 @@ class Group(ABC):
     @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, or the error that it meets: the same on every rank."""
+
+    def after_first(self, make: Callable[[], T]) -> T:
+        """Made by rank 0, then by the others, who find what it left on the disk: a download, a cache."""
+        made: list[T] = []
+        for leading in (True, False):
+            with self.together():
+                if self.leads == leading:
+                    made.append(make())
+        return made[0]
 
     @abstractmethod
     def hear(self, place: int = 0) -> None:
@@ -178,7 +188,11 @@ class Ranks(Group):
         self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
     def gathered(self, value: T) -> list[T]:
-        """Over gloo."""
+        """Over gloo, once all have come: a rank that stopped says so wherever the others wait for it."""
+        self.hear()
+        return self._gathered(value)
+
+    def _gathered(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         with self._connected():
             dist.all_gather_object(values, value, group=self._words)
@@ -199,7 +213,7 @@ class Ranks(Group):
         """Two numbers from every rank; where one says that a rank stopped, the cause follows."""
         places = self._told(False, place)
         if places is None:
-            causes = self.gathered("")
+            causes = self._gathered("")
             self.stopped = True
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
             raise RankError(f"rank {rank} stopped: {cause} {HOW_TO_GO_ON}")
@@ -216,7 +230,7 @@ class Ranks(Group):
         if not self.stopped:
             with suppress(RankError):
                 self._told(True, 0)
-                self.gathered(_in_words(error))
+                self._gathered(_in_words(error))
             self.stopped = True
 
     def _told(self, stopped: bool, place: int) -> list[int] | None:
@@ -308,9 +322,23 @@ def current_group() -> Group:
     return Alone()
 
 
+def warn(
+    message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1
+) -> None:
+    """As ``warnings.warn``, once for all processes: rank 0 says it."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
 @torch.no_grad()
 def share_weights(model: nn.Module, group: Group) -> None:
-    """Every process begins with the model of rank 0, as `DistributedDataParallel` has it."""
+    """Every process begins with the model of rank 0, as `DistributedDataParallel` has it.
+
+    Raises:
+        InputError: they hold models of other shapes.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    group.require_same([(n, tuple(t.shape), str(t.dtype)) for n, t in named], "model")
     for tensor in (*model.parameters(), *model.buffers()):
         group.share(tensor)
 

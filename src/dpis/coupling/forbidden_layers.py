@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpis.errors import CouplingError, InputError
+from dpis.group import warn
 
 
 class FrozenNormWarning(UserWarning):
@@ -47,7 +47,7 @@ def fix_frozen_statistics(module: nn.Module) -> None:
         layer.eval()
     if frozen and module not in _TOLD:
         _TOLD.add(module)
-        warnings.warn(FrozenNormWarning(next(iter(frozen))), stacklevel=2)
+        warn(FrozenNormWarning(next(iter(frozen))), stacklevel=2)
 
 
 def checked_model(module: nn.Module) -> nn.Module:

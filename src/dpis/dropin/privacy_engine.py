@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 from torch import nn
@@ -21,7 +20,7 @@ from dpis.dropin.spent import SpentSoFar
 from dpis.dropin.validator import ModuleValidator, checked_mode
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
-from dpis.group import current_group, share_weights
+from dpis.group import current_group, share_weights, warn
 from dpis.mechanism import Mechanism, RunPlan, make_plan
 from dpis.mechanism.run_plan import open_ended_plan
 from dpis.mechanism.secret_state import shared_key
@@ -99,7 +98,7 @@ class PrivacyEngine:
         given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
         request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
         if noise_multiplier == 0:
-            warnings.warn(NO_NOISE, stacklevel=2)
+            warn(NO_NOISE, stacklevel=2)
         return self._make(open_ended_plan(request.open_ended_config(), noise_multiplier), request)
 
     def make_private_with_epsilon(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpis.dropin.loader import batch_of, checked_loader
 from dpis.errors import InputError, PublicCountWarning
+from dpis.group import warn
 from dpis.mechanism import Config
 from dpis.options import Method, NormSum, Privacy, knobs
 
@@ -174,9 +174,9 @@ class Request:
     def _settled(self, epochs: int, **words: Any) -> Config:
         loader = checked_loader(self.data_loader)
         if self.privacy.n_public is None:
-            warnings.warn(PublicCountWarning(), stacklevel=4)
+            warn(PublicCountWarning(), stacklevel=4)
         if loader.drop_last:
-            warnings.warn(DROP_LAST, stacklevel=4)
+            warn(DROP_LAST, stacklevel=4)
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE
         return Config.settle(
