@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -296,7 +297,8 @@ class Ranks(Group):
             raise RankError(f"{problem}. {HOW_TO_GO_ON}") from None
 
 
-_ranks: tuple[Any, Ranks] | None = None
+_ranks: tuple[weakref.ref[Any], Ranks] | None = None
+"""Of the default process group, which lives no longer for it: threads of its would outlive the interpreter."""
 
 
 def current_group() -> Group:
@@ -308,8 +310,8 @@ def current_group() -> Group:
     global _ranks
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         default = dist.group.WORLD
-        if _ranks is None or _ranks[0] is not default or _ranks[1].stopped:
-            _ranks = default, Ranks()
+        if _ranks is None or _ranks[0]() is not default or _ranks[1].stopped:
+            _ranks = weakref.ref(default), Ranks()
         return _ranks[1]
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > 1 and not (dist.is_available() and dist.is_initialized()):

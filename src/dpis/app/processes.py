@@ -87,8 +87,10 @@ def connected(timeout: float | None) -> Iterator[Group]:
             f"rank {os.environ['RANK']} cannot reach the other processes ({reason}): start all of them by torchrun, "
             "with the same --rdzv-endpoint on every machine, or one machine alone by `dpis train --processes`"
         ) from None
-    yield current_group()
-    dist.destroy_process_group()  # after an error there may be nobody to take leave of
+    try:
+        yield current_group()
+    finally:
+        dist.destroy_process_group()  # its threads would abort a process that ends around them
 
 
 def tell(line: str, code: int) -> None:
@@ -179,11 +181,11 @@ def _told_by(failures: dict[int, ProcessFailure], logs: Path) -> int:
         if (
             one.exitcode < 0 and one.signal_name() != "SIGTERM"
         ):  # which the launcher sends to the rest
+            _show(logs, rank)
             raise ProcessesError(f"rank {rank} was ended by {one.signal_name()}. {_go_on()}", 1)
     broken = [rank for rank, one in sorted(failures.items()) if one.exitcode == 1]
     for rank in broken[:1]:
-        for log in logs.rglob(f"{rank}/stderr.log"):
-            sys.stderr.write(log.read_text(errors="replace"))
+        _show(logs, rank)
         raise ProcessesError(f"rank {rank} broke off, as shown above. {_go_on()}", 1)
     told = [line for _, one in sorted(failures.items()) if (line := _words(one.message))]
     own = [line for line in told if not _OF_ANOTHER.match(line)]
@@ -194,6 +196,12 @@ def _told_by(failures: dict[int, ProcessFailure], logs: Path) -> int:
     raise ProcessesError(
         f"the processes ended without a word (exit codes of {codes}). {_go_on()}", 1
     )
+
+
+def _show(logs: Path, rank: int) -> None:
+    """What a process wrote; rank 0 wrote it on the screen."""
+    for log in logs.rglob(f"{rank}/stderr.log"):
+        sys.stderr.write(log.read_text(errors="replace"))
 
 
 def _words(message: Any) -> str:
