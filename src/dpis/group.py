@@ -70,11 +70,12 @@ class Group(ABC):
         return made[0]
 
     @abstractmethod
-    def hear(self, place: int = 0) -> None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
         """Go on if all other ranks do.
 
         Args:
             place: where this rank stands, say the number of its step: all must stand there.
+            terms: what it takes this step by, as a number: the same for all.
 
         Raises:
             RankError: one of them stopped, with its number and its words; or stands elsewhere.
@@ -153,7 +154,7 @@ class Alone(Group):
         """Made here."""
         return make()
 
-    def hear(self, place: int = 0) -> None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
         """There is nobody to hear from."""
 
     def stop(self, error: BaseException) -> None:
@@ -210,38 +211,45 @@ class Ranks(Group):
         result: T = made[0]
         return result
 
-    def hear(self, place: int = 0) -> None:
-        """Two numbers from every rank; where one says that a rank stopped, the cause follows."""
-        places = self._told(False, place)
-        if places is None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
+        """Three numbers from every rank; where one says that a rank stopped, the cause follows."""
+        told = self._told(False, place, terms)
+        if told is None:
             causes = self._gathered("")
             self.stopped = True
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause)
             raise RankError(f"rank {rank} stopped: {cause} {HOW_TO_GO_ON}")
+        places = [place for place, _ in told]
         if len(set(places)) > 1:
             self.stopped = True
-            stand = ", ".join(f"rank {rank} at {number}" for rank, number in enumerate(places))
+            stand = ", ".join(f"rank {rank} at {_in_steps(at)}" for rank, at in enumerate(places))
             raise RankError(
                 f"the processes stand at different places ({stand}): each must take every batch of every epoch, and "
                 f"step once for it. {HOW_TO_GO_ON}"
+            )
+        if len(set(told)) > 1:
+            self.stopped = True
+            raise RankError(
+                "the processes hold different noise multipliers or clip norms: a part of the update would have less "
+                f"noise than another was charged for. Set them on every process, not on one. {HOW_TO_GO_ON}"
             )
 
     def stop(self, error: BaseException) -> None:
         """Once; a group that has come apart hears nothing any more."""
         if not self.stopped:
             with suppress(RankError):
-                self._told(True, 0)
+                self._told(True, 0, 0)
                 self._gathered(_in_words(error))
             self.stopped = True
 
-    def _told(self, stopped: bool, place: int) -> list[int] | None:
-        """The places of all ranks, or None if one of them stops."""
+    def _told(self, stopped: bool, place: int, terms: int) -> list[tuple[int, int]] | None:
+        """Places and terms of all ranks, or None if one of them stops."""
         with self._connected():
-            mine = torch.tensor([int(stopped), place])
-            everyone = torch.empty(2 * self.size, dtype=mine.dtype)
+            mine = torch.tensor([int(stopped), place, terms])
+            everyone = torch.empty(3 * self.size, dtype=mine.dtype)
             dist.all_gather_single(everyone, mine, group=self._words)
-        stops, places = everyone.view(self.size, 2).unbind(1)
-        return None if stops.any() else [int(number) for number in places]
+        stops, places, all_terms = everyone.view(self.size, 3).unbind(1)
+        return None if stops.any() else list(zip(places.tolist(), all_terms.tolist(), strict=True))
 
     def arrive(self, what: str, seconds: float = 60.0) -> None:
         """A barrier that tells who is missing."""
@@ -343,6 +351,11 @@ def share_weights(model: nn.Module, group: Group) -> None:
     group.require_same([(n, tuple(t.shape), str(t.dtype)) for n, t in named], "model")
     for tensor in (*model.parameters(), *model.buffers()):
         group.share(tensor)
+
+
+def _in_steps(place: int) -> str:
+    """A place, as `dpis.mechanism` counts them."""
+    return f"step {place & 0xFFFFFFFF} (epoch {place >> 32})" if place else "another call"
 
 
 def _in_words(error: BaseException) -> str:

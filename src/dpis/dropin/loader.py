@@ -121,11 +121,25 @@ class _Draws(Sampler[list[int]]):
         return math.ceil(self._steps * max(1.0, batch_size / self._most_rows))
 
 
-def batch_of(loader: DataLoader[Any]) -> int:
-    """How many records a step expects over all processes; a `DistributedSampler` gives each process its share."""
+def batch_of(loader: DataLoader[Any], processes: int) -> int:
+    """How many records a step expects over all processes.
+
+    The loader's batch size, as Opacus has it; with a `DistributedSampler` that is each process's own.
+
+    Raises:
+        InputError: the sampler was made for another number of processes.
+    """
     assert loader.batch_size is not None
-    replicas = getattr(loader.sampler, "num_replicas", 1)
-    return loader.batch_size * int(replicas)
+    sampler = loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return loader.batch_size
+    if sampler.num_replicas != processes:
+        raise InputError(
+            f"the loader's DistributedSampler was made for {sampler.num_replicas} processes, and {processes} train: "
+            "how many records a step expects would be unclear. Leave sampler out: records are drawn on their own "
+            "process, and batch_size is then that of the whole step"
+        )
+    return loader.batch_size * processes
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:

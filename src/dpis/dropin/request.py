@@ -9,10 +9,11 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from dpis.dropin.loader import batch_of, checked_loader
-from dpis.errors import InputError, PublicCountWarning
-from dpis.group import warn
+from dpis.errors import BatchOverProcessesWarning, InputError, PublicCountWarning
+from dpis.group import current_group, warn
 from dpis.mechanism import Config
 from dpis.options import Method, NormSum, Privacy, knobs
 
@@ -179,9 +180,15 @@ class Request:
             warn(DROP_LAST, stacklevel=4)
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE
+        processes = current_group().size
+        batch_size = batch_of(loader, processes)
+        if processes > 1:
+            replaced = isinstance(loader.sampler, DistributedSampler)
+            sampler = type(loader.sampler).__name__ if replaced else None
+            warn(BatchOverProcessesWarning(batch_size, processes, sampler), stacklevel=4)
         return Config.settle(
             self.privacy.adding(**words),
             records=len(cast(Any, loader.dataset)),
-            batch_size=batch_of(loader),
+            batch_size=batch_size,
             epochs=epochs,
         )
