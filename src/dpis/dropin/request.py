@@ -42,6 +42,7 @@ class Request:
         seed: repeatable randomness, for tests and research: nothing of it may be released.
         inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
             other contents. False: the loop changes records, each by itself, and nobody checks.
+        per_process: on several processes, the loader's batch size is that of each, not of the whole step.
         criterion: returned as it is with ``grad_sample_mode="ghost"``.
         batch_first: whether rows are the first dimension of tensors.
         loss_reduction: "mean" or "sum", of the loss in the loop.
@@ -63,6 +64,7 @@ class Request:
     privacy: Privacy
     seed: int | None = None
     inputs_as_delivered: bool = True
+    per_process: bool = False
     criterion: Any = None
     batch_first: bool = True
     loss_reduction: str = "mean"
@@ -181,7 +183,7 @@ class Request:
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE
         processes = current_group().size
-        batch_size = batch_of(loader, processes)
+        batch_size = batch_of(loader, processes, per_process=self.per_process)
         if processes > 1:
             replaced = isinstance(loader.sampler, DistributedSampler)
             sampler = type(loader.sampler).__name__ if replaced else None
