@@ -9,6 +9,7 @@ fail on one rank alone stands in `Group.together`, at the end of which every ran
 
 from __future__ import annotations
 
+import atexit
 import os
 import warnings
 import weakref
@@ -188,6 +189,8 @@ class Ranks(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.stopped = False
         self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        atexit.unregister(_take_leave)
+        atexit.register(_take_leave)
 
     def gathered(self, value: T) -> list[T]:
         """Over gloo, once all have come: a rank that stopped says so wherever the others wait for it."""
@@ -303,6 +306,12 @@ class Ranks(Group):
                     "names the cause"
                 )
             raise RankError(f"{problem}. {HOW_TO_GO_ON}") from None
+
+
+def _take_leave() -> None:
+    """For a script that does not: threads of gloo would abort a process that ends around them."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 _ranks: tuple[weakref.ref[Any], Ranks] | None = None

@@ -39,7 +39,9 @@ def lightning(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     module = small_module()
     devices = int(os.environ.get("WORLD_SIZE", "1"))
-    trainer, callback = fit(module, PRIVACY, strategy="ddp" if devices > 1 else "auto", devices=devices)
+    trainer, callback = fit(
+        module, PRIVACY, strategy="ddp" if devices > 1 else "auto", devices=devices
+    )
     return found(callback.engine, module, trainer.global_step)
 
 
@@ -93,9 +95,7 @@ def accelerate(folder: Path) -> dict[str, Any]:
     return found(engine, model, steps)
 
 
-SCRIPTS = {
-    one.__name__: one for one in (lightning, lightning_raises, hugging_face, accelerate)
-}
+SCRIPTS = {one.__name__: one for one in (lightning, lightning_raises, hugging_face, accelerate)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
