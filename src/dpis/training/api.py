@@ -92,11 +92,11 @@ def train(
         >>> result.claim
         Budget(epsilon=2.0, delta=1e-05)
     """
-    privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
-    privacy.refuse_unused(Method.parse(privacy.method))
-    training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
     group = current_group()
     with group.together():
+        privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
+        privacy.refuse_unused(Method.parse(privacy.method))
+        training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
         device = to_device(training.device)
         model = checked_model(model).to(device)
         records = _records(dataset, training, device, group)
