@@ -40,9 +40,8 @@ class PrivateModule(nn.Module):
             self.head_losses = HeadLosses(inner(module), lambda: session.gradients.undisturbed())
         object.__setattr__(self, "_standard", False)
         if session is not None and session.mechanism.group.size > 1:
-            self._is_accelerate_prepared = (
-                True  # not to be wrapped: its sums are added up before their noise
-            )
+            # Accelerator.prepare would wrap it anew: here sums are added up before their noise
+            self._is_accelerate_prepared = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
