@@ -20,7 +20,7 @@ def launched(which: str, folder: Path, processes: int) -> subprocess.CompletedPr
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     script = ["-m", "tests.examples.trainers_on_ranks", which, str(folder)]
     command = [sys.executable, *torchrun, *script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def on_ranks(which: str, folder: Path, processes: int) -> list[dict[str, Any]]:
