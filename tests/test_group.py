@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,6 +96,42 @@ def test_a_rank_that_dies_stops_the_others() -> None:
     assert "another process is gone" in first
     assert second == "died"
     assert time.monotonic() - begun < 30
+
+
+def _fails_where_others_gather(rank: int) -> None:
+    group = current_group()
+    with group.stopping():
+        if rank == 1:
+            raise InputError("the loss is not finite")
+        group.gathered(rank)
+
+
+def test_a_failure_is_heard_wherever_others_wait() -> None:
+    first, _ = (told for _, told in outcomes_on_ranks(2, _fails_where_others_gather))
+    assert "rank 1 stopped: the loss is not finite." in first
+
+
+def _finds(rank: int, folder: str) -> list[str]:
+    def leave() -> list[str]:
+        found = sorted(path.name for path in Path(folder).iterdir())
+        (Path(folder) / str(rank)).touch()
+        return found
+
+    return current_group().after_first(leave)
+
+
+def test_the_others_find_what_the_first_left(tmp_path: Path) -> None:
+    first, second = on_ranks(2, _finds, str(tmp_path))
+    assert (first, second) == ([], ["0"])
+
+
+def _steps_by_other_terms(rank: int) -> None:
+    current_group().hear(5, terms=rank)
+
+
+def test_a_step_is_taken_by_the_same_terms_on_every_rank() -> None:
+    for _, told in outcomes_on_ranks(2, _steps_by_other_terms):
+        assert "different noise multipliers or clip norms" in told
 
 
 @pytest.mark.slow

@@ -60,3 +60,20 @@ class PublicCountWarning(UserWarning):
             "the number of records is treated as public, since n_public was not given: records are protected, how many "
             "there are is not"
         )
+
+
+class BatchOverProcessesWarning(UserWarning):
+    """How many records a step expects of all processes, and of each: loops for several mean one or the other.
+
+    Args:
+        batch_size: of a step.
+        processes: how many there are.
+        sampler: of the loader, where it was made for several processes and is replaced.
+    """
+
+    def __init__(self, batch_size: int, processes: int, sampler: str | None) -> None:
+        replaced = "" if sampler is None else f"{sampler} is replaced by private draws: "
+        super().__init__(
+            f"{replaced}a step expects {batch_size:,} records over all {processes} processes, "
+            f"{batch_size / processes:,.4g} on each"
+        )

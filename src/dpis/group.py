@@ -9,7 +9,10 @@ fail on one rank alone stands in `Group.together`, at the end of which every ran
 
 from __future__ import annotations
 
+import atexit
 import os
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -62,12 +65,22 @@ class Group(ABC):
     def from_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, or the error that it meets: the same on every rank."""
 
+    def after_first(self, make: Callable[[], T]) -> T:
+        """Made by rank 0, then by the others, who find what it left on the disk: a download, a cache."""
+        made: list[T] = []
+        for leading in (True, False):
+            with self.together():
+                if self.leads == leading:
+                    made.append(make())
+        return made[0]
+
     @abstractmethod
-    def hear(self, place: int = 0) -> None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
         """Go on if all other ranks do.
 
         Args:
             place: where this rank stands, say the number of its step: all must stand there.
+            terms: what it takes this step by, as a number: the same for all.
 
         Raises:
             RankError: one of them stopped, with its number and its words; or stands elsewhere.
@@ -160,7 +173,7 @@ class Alone(Group):
         """Made here."""
         return make()
 
-    def hear(self, place: int = 0) -> None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
         """There is nobody to hear from."""
 
     def stop(self, error: BaseException) -> None:
@@ -194,9 +207,11 @@ class Ranks(Group):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.stopped = self._passing = False
         self._words = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        atexit.unregister(_take_leave)
+        atexit.register(_take_leave)
 
     def gathered(self, value: T) -> list[T]:
-        """From all that go on."""
+        """From all that go on: a rank that stopped says so wherever the others wait for it."""
         self.any(False)
         return self._all(value)
 
@@ -226,13 +241,19 @@ class Ranks(Group):
         result: T = made[0]
         return result
 
-    def hear(self, place: int = 0) -> None:
+    def hear(self, place: int = 0, terms: int = 0) -> None:
         """A word from every rank."""
-        self._word(place, 0)
+        told = self._word(place, terms)
+        if len(set(told)) > 1:
+            self.stopped = True
+            raise RankError(
+                "the processes hold different noise multipliers or clip norms: a part of the update would have less "
+                f"noise than another was charged for. Set them on every process, not on one. {HOW_TO_GO_ON}"
+            )
 
     def largest(self, number: int) -> int:
         """A word from every rank."""
-        return self._word(_ASKING, number)
+        return max(self._word(_ASKING, number))
 
     def stop(self, error: BaseException) -> None:
         """Once; a group that has come apart hears nothing any more."""
@@ -242,8 +263,8 @@ class Ranks(Group):
                 self._all(_in_words(error))
         self.stopped = True
 
-    def _word(self, place: int, answer: int) -> int:
-        """Three numbers from every rank: whether it stops, where it stands, what it answers. Causes follow a stop."""
+    def _word(self, place: int, answer: int) -> tuple[int, ...]:
+        """Three numbers from every rank: whether it stops, where it stands, what it says. Causes follow a stop."""
         stops, places, answers = zip(*self.numbers(0, place, answer), strict=True)
         if any(stops):
             causes = self._all("")
@@ -256,7 +277,7 @@ class Ranks(Group):
                 f"the processes stand at different places ({_in_a_row(places)}): each must take every batch of every "
                 f"epoch, and step once for it. {HOW_TO_GO_ON}"
             )
-        return int(max(answers))
+        return tuple(answers)
 
     @contextmanager
     def in_a_pass(self) -> Iterator[None]:
@@ -324,7 +345,14 @@ class Ranks(Group):
             raise RankError(f"{problem}. {HOW_TO_GO_ON}") from None
 
 
-_ranks: tuple[Any, Ranks] | None = None
+def _take_leave() -> None:
+    """For a script that does not: threads of gloo would abort a process that ends around them."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+_ranks: tuple[weakref.ref[Any], Ranks] | None = None
+"""Of the default process group, which lives no longer for it: threads of its would outlive the interpreter."""
 
 
 def current_group() -> Group:
@@ -336,8 +364,8 @@ def current_group() -> Group:
     global _ranks
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         default = dist.group.WORLD
-        if _ranks is None or _ranks[0] is not default or _ranks[1].stopped:
-            _ranks = default, Ranks()
+        if _ranks is None or _ranks[0]() is not default or _ranks[1].stopped:
+            _ranks = weakref.ref(default), Ranks()
         return _ranks[1]
     ranks = os.environ.get("WORLD_SIZE", "")
     if ranks.isdecimal() and int(ranks) > 1 and not (dist.is_available() and dist.is_initialized()):
@@ -350,9 +378,23 @@ def current_group() -> Group:
     return Alone()
 
 
+def warn(
+    message: Warning | str, category: type[Warning] | None = None, stacklevel: int = 1
+) -> None:
+    """As ``warnings.warn``, once for all processes: rank 0 says it."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+
+
 @torch.no_grad()
 def share_weights(model: nn.Module, group: Group) -> None:
-    """Every process begins with the model of rank 0, as `DistributedDataParallel` has it."""
+    """Every process begins with the model of rank 0, as `DistributedDataParallel` has it.
+
+    Raises:
+        InputError: they hold models of other shapes.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    group.require_same([(n, tuple(t.shape), str(t.dtype)) for n, t in named], "model")
     for tensor in (*model.parameters(), *model.buffers()):
         if not hasattr(tensor, "to_local"):  # a sharded one is made of all ranks' rows
             group.share(tensor)
@@ -364,9 +406,11 @@ _ASKING = -1
 
 def _in_a_row(places: Sequence[int]) -> str:
     def where(place: int) -> str:
-        return f"epoch {place >> 32}, step {place & 0xFFFFFFFF}" if place > 0 else "elsewhere"
+        if place <= 0:
+            return "another call"
+        return f"step {place & 0xFFFFFFFF} (epoch {place >> 32})"
 
-    return "; ".join(f"rank {rank}: {where(place)}" for rank, place in enumerate(places))
+    return ", ".join(f"rank {rank} at {where(place)}" for rank, place in enumerate(places))
 
 
 def _in_words(error: BaseException) -> str:

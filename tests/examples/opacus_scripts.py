@@ -32,12 +32,16 @@ class Script:
         stubs: the folder of stubs it runs with.
         needed: lines that must change for dpis beside ``from opacus import``, and into what.
         anyway: changes that both engines need, since the script does not run as it is.
+        arguments: that it always needs.
+        processes: which `torchrun` starts, if there is more than one.
     """
 
     file: str
     stubs: str
     needed: Mapping[str, str] = field(default_factory=dict)
     anyway: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    processes: int = 1
 
 
 SCRIPTS = {
@@ -45,10 +49,18 @@ SCRIPTS = {
     "cifar10": Script(
         "cifar10.py",
         "vision",
-        needed={
-            "from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP\n": "",
-            "from opacus.grad_sample.functorch import make_functional\n": "",
+        needed={"from opacus.grad_sample.functorch import make_functional\n": ""},
+    ),
+    "cifar10-ranks": Script(
+        "cifar10.py",
+        "vision",
+        needed={"from opacus.grad_sample.functorch import make_functional\n": ""},
+        anyway={
+            "    if not torch.cuda.is_available():\n": "    if False:\n",
+            "        device = local_rank\n": '        device = "cpu"\n',
         },
+        arguments=("--local_rank", "0"),
+        processes=2,
     ),
     "char-lstm": Script(
         "char-lstm-classification.py",
@@ -130,8 +142,10 @@ def run(
         [str(STUBS / script.stubs), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     start, cpu = time.perf_counter(), cpu_of_children()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    started = [*launcher, str(script.processes)] if script.processes > 1 else []
     done = subprocess.run(
-        [sys.executable, str(path), *arguments],
+        [sys.executable, *started, str(path), *script.arguments, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": search, **(environment or {})},
         stdout=subprocess.PIPE,

@@ -64,6 +64,13 @@ CASES = {
         noise=0.4,
         environment={"DPIS_STUB_RECORDS": "1024"},
     ),
+    "cifar10-ranks": Case(
+        "--epochs 3 --batch-size 64 --sigma 0.3 -c 2 --lr 0.3 --lr-schedule constant --workers 0",
+        r"Acc@1: ([\d.]+) \n",
+        least=0.3,
+        noise=0.4,
+        environment={"DPIS_STUB_RECORDS": "1024"},
+    ),
     "char-lstm": Case(
         "--device cpu --epochs 12 --batch-size 72 --sigma 0.6",
         r"Test Accuracy: ([\d.]+)",

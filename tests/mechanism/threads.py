@@ -44,8 +44,8 @@ class ThreadRank(Group):
                 made = make()
         return self.gathered(made)[0]
 
-    def hear(self, place: int = 0) -> None:
-        said = self.gathered((None, place))
+    def hear(self, place: int = 0, terms: int = 0) -> None:
+        said = self.gathered((None, (place, terms)))
         for rank, (error, _) in enumerate(said):
             if error is not None:
                 raise RankError(f"rank {rank} stopped: {error}")

@@ -15,6 +15,7 @@ from dpis.app.commands.report import report
 from dpis.app.commands.train import train
 from dpis.app.commands.using import evaluate, predict
 from dpis.app.commands.verify import verify
+from dpis.app.processes import INTERRUPTED, ProcessesError, tell
 from dpis.errors import DpisError
 
 BAD_INPUT = 2
@@ -67,14 +68,17 @@ def run(commands: typer.Typer, name: str, arguments: list[str] | None = None) ->
     """Run a command and return its exit code: the one door at which errors become a line."""
     try:
         command = typer.main.get_command(commands)
-        code = command.main(arguments, prog_name=name, standalone_mode=False)
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        code = command.main(words, prog_name=name, standalone_mode=False, obj=words)
         return int(code or 0)
     except _USAGE_ERROR as error:
         return _fail(_usage_message(error))
+    except ProcessesError as error:
+        return _fail(str(error), error.code)
     except DpisError as error:
         return _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", code=130)
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:  # the reader went away (`dpis plan | head`)
         sys.stderr.close()
         return 0
@@ -89,5 +93,5 @@ def _usage_message(error: Exception) -> str:
 
 
 def _fail(message: str, code: int = BAD_INPUT) -> int:
-    print("dpis: error: " + " ".join(message.split()), file=sys.stderr)
+    tell("dpis: error: " + " ".join(message.split()), code)
     return code

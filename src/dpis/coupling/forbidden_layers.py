@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpis.coupling.model_parts import parts_of
 from dpis.errors import CouplingError, InputError
+from dpis.group import warn
 
 
 class FrozenNormWarning(UserWarning):
@@ -52,7 +52,7 @@ def _fix_frozen(module: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> N
         layer.eval()
     if frozen and module not in _TOLD:
         _TOLD.add(module)
-        warnings.warn(FrozenNormWarning(next(iter(frozen))), stacklevel=2)
+        warn(FrozenNormWarning(next(iter(frozen))), stacklevel=2)
 
 
 def checked_model(module: nn.Module) -> nn.Module:

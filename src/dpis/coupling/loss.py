@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from dpis.coupling.loss_tape import LossTape
 from dpis.errors import CouplingError
+from dpis.group import warn
 
 NOTHING = 1e-5
 """Of a second derivative, relative to the largest entry: rounding."""
@@ -85,7 +85,7 @@ class LossProbe:
         look.refuse_second_derivatives()
         if not look.replayed(arrived) and not self._said:
             self._said = True
-            warnings.warn(
+            warn(
                 "whether the loss couples records could not be tried out: it cannot be computed again from what torch "
                 "tells of it (a function that is not torch's own, vmap, a hook). If the loss of a record depends on "
                 "other records of its batch, no claim holds: make sure that every row has a loss of its own",

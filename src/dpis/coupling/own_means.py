@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from dpis.coupling.owners import UNKNOWN
 from dpis.errors import CouplingError, InputError
+from dpis.group import warn
 
 Function = Callable[..., Any]
 
@@ -122,7 +122,7 @@ class OwnMeans:
     def _say(self) -> None:
         if not self._said:
             self._said = True
-            warnings.warn(OwnMeanWarning(), stacklevel=2)
+            warn(OwnMeanWarning(), stacklevel=2)
 
 
 _signature = lru_cache(inspect.signature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from dpis import batches
 from dpis.coupling.differences import overlap
 from dpis.coupling.padding import SEES_PADDING, PaddedOtherwise
 from dpis.errors import CouplingError
+from dpis.group import warn
 
 COPIES = 2
 """Of a row: models that squeeze their outputs are at a loss with one."""
@@ -102,7 +102,7 @@ class PaddingTrials:
     def _say(self, why: str) -> None:
         if not self._said:
             self._said = True
-            warnings.warn(
+            warn(
                 "records are padded to the longest of their batch, and whether the model sees it could not be tried "
                 f"out: {why}. If it does, records couple and no claim holds: make sure that what is padded is masked, "
                 "or pad to one public length",

@@ -45,7 +45,7 @@ class PrivateTrainer(Trainer):
     The model is run without labels, and every row has its own loss, of the kind that the model computes: given labels,
     it would return a mean over the batch, perhaps over all of its tokens, which couples records. Evaluation is as ever.
     Values that were computed from training data without noise (the training loss) are not logged. Saved models can be
-    loaded as ever; resuming is refused.
+    loaded as ever; resuming is refused. Under ``torchrun`` or ``accelerate launch`` all processes train one model.
 
     Args:
         args: as for ``Trainer``.
@@ -147,7 +147,7 @@ class PrivateTrainer(Trainer):
             epochs = float(self.args.num_train_epochs)
             return math.ceil(epochs)
         records: int = self.settings.privacy.n_public or len(self.train_dataset)
-        batch: int = self.args.per_device_train_batch_size
+        batch: int = self.args.per_device_train_batch_size * self.args.world_size
         steps = max(1, records // batch)
         return -(-int(self.args.max_steps) // steps)
 
@@ -227,11 +227,14 @@ def _refuse_settings(args: Any) -> None:
         problems[f"include_num_input_tokens_seen={tokens_seen}"] = (
             "the tokens of a step tell how many records were drawn for it, which is private; leave it out"
         )
-    if args.world_size > 1 or args.n_gpu > 1:
-        problems["more than one device"] = "use one"
+    if args.n_gpu > 1:
+        problems[f"one process for {args.n_gpu} devices"] = (
+            "its threads would run parts of a batch that are not known to the engine; start a process for each by "
+            "torchrun or accelerate launch"
+        )
     for name, why in (
-        ("deepspeed", "use one device"),
-        ("fsdp", "use one device"),
+        ("deepspeed", "its updates are not ours; every process holds the whole model"),
+        ("fsdp", "this trainer has the whole model in every process; leave it out"),
         ("torch_compile", "the gradient engine watches the layers"),
         ("auto_find_batch_size", "the batch size is a part of the plan"),
         ("dataloader_drop_last", "every batch has its own size"),

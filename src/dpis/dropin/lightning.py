@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from dpis.dropin import PrivacyEngine, PrivateModule
 from dpis.dropin.trainer_settings import TrainerSettings, refuse
 from dpis.errors import InputError
+from dpis.group import Alone, Group, current_group
 from dpis.options import Privacy
 
 if TYPE_CHECKING:
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
         """What is used of it."""
 
         def _wrap_closure(self, model: Any, optimizer: Any, closure: Any) -> Any: ...
+
+    class DDPStrategy:
+        """One of those that hold the whole model in every process."""
 else:
     try:
         from lightning.pytorch.callbacks import Callback
         from lightning.pytorch.plugins import Precision
+        from lightning.pytorch.strategies import DDPStrategy
     except ModuleNotFoundError:  # the module can still be read about
-        Callback = Precision = object
+        Callback = Precision = DDPStrategy = object
 
 
 PRECISIONS = "32-true", "bf16-mixed"
@@ -41,6 +46,8 @@ class PrivacyCallback(Callback):
     The module stays as it is: automatic optimisation, one optimizer, a ``training_step`` that calls the model once on
     the batch. While it runs, calls of the model go through the gradient engine; the optimizer's step is the release.
     Validation and testing are untouched. Epsilon is logged as ``epsilon`` after every epoch.
+
+    With ``strategy="ddp"`` all processes train one model; the loader's batch size is that of a device, as ever.
 
     A loss that ``training_step`` logs is a private value: keep it to yourself, and let schedulers and early stopping
     read held-out data only.
@@ -77,12 +84,14 @@ class PrivacyCallback(Callback):
         )
         self.engine = PrivacyEngine()
         self._model = model
+        self._group: Group = Alone()
         self._undo: list[Callable[[], None]] = []
 
     # ── before and after ─────────────────────────────────────────────────────────────────────────────
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make everything private, before the loader is first asked for."""
+        self._group = current_group()
         _refuse_settings(trainer, pl_module)
         source = trainer.fit_loop._data_source
         loader = source.dataloader()
@@ -98,19 +107,26 @@ class PrivacyCallback(Callback):
         private, optimizer, private_loader = made
         steps = _Redirect(pl_module, model, private)
         self._undo = [steps.undo, _set_precision(trainer.strategy)]
+        # of several processes: sums are added up before their noise, and records are drawn where they belong
+        self._undo.append(_set(trainer.strategy, "model", pl_module))
+        connector = trainer._data_connector
+        kept = _kept(connector._prepare_dataloader, private_loader)
+        self._undo.append(_set(connector, "_prepare_dataloader", kept))
         self._undo.append(_set(trainer.strategy, "optimizers", [optimizer]))
         self._undo.append(_set(trainer.fit_loop, "_data_source", type(source)(private_loader, "")))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what was spent."""
-        pl_module.log("epsilon", self.engine.get_epsilon(self.settings.privacy.delta))
+        spent = self.engine.get_epsilon(self.settings.privacy.delta)
+        pl_module.log("epsilon", spent, sync_dist=self._group.size > 1)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave module and trainer as they were."""
         self._restore()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """As `on_fit_end`."""
+        """As `on_fit_end`; the other processes of the run stop, too."""
+        self._group.stop(exception)
         self._restore()
 
     def _restore(self) -> None:
@@ -188,6 +204,15 @@ def _set_precision(strategy: Any) -> Callable[[], None]:
     return _set(strategy, "precision_plugin", _Releasing(strategy.precision_plugin))
 
 
+def _kept(prepare: Callable[..., Any], own: DataLoader[Any]) -> Callable[..., Any]:
+    """As Lightning prepares loaders, but for this one: it draws what it draws."""
+
+    def prepared(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return loader if loader is own else prepare(loader, *args, **kwargs)
+
+    return prepared
+
+
 def _epochs(trainer: Any, settings: TrainerSettings) -> int:
     epochs = trainer.max_epochs
     if settings.noise_multiplier is None and (epochs is None or epochs < 1):
@@ -200,8 +225,10 @@ def _epochs(trainer: Any, settings: TrainerSettings) -> int:
 
 def _refuse_settings(trainer: Any, pl_module: Any) -> None:
     problems = {}
-    if trainer.world_size > 1:
-        problems[f"world_size={trainer.world_size}"] = "use devices=1"
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+        problems[f"strategy={type(trainer.strategy).__name__}"] = (
+            "every process holds the whole model; use strategy='ddp'"
+        )
     if trainer.precision not in PRECISIONS:
         problems[f"precision={trainer.precision!r}"] = (
             "steps are left out where gradients overflow, or weights are rounded; use 32-true or bf16-mixed"

@@ -121,11 +121,27 @@ class _Draws(Sampler[list[int]]):
         return math.ceil(self._steps * max(1.0, batch_size / self._most_rows))
 
 
-def batch_of(loader: DataLoader[Any]) -> int:
-    """How many records a step expects over all processes; a `DistributedSampler` gives each process its share."""
+def batch_of(loader: DataLoader[Any], processes: int, *, per_process: bool) -> int:
+    """How many records a step expects over all processes.
+
+    Args:
+        loader: its batch size is that of the whole step, as Opacus has it; with a `DistributedSampler` each process's.
+        processes: how many there are.
+        per_process: it is each process's own, as trainers have it.
+
+    Raises:
+        InputError: the sampler was made for another number of processes.
+    """
     assert loader.batch_size is not None
-    replicas = getattr(loader.sampler, "num_replicas", 1)
-    return loader.batch_size * int(replicas)
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas != processes:
+        raise InputError(
+            f"the loader's DistributedSampler was made for {sampler.num_replicas} processes, and {processes} train: "
+            "how many records a step expects would be unclear. Leave sampler out: records are drawn on their own "
+            "process, and batch_size is then that of the whole step"
+        )
+    per_process = per_process or isinstance(sampler, DistributedSampler)
+    return loader.batch_size * (processes if per_process else 1)
 
 
 def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -140,7 +156,8 @@ def checked_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
         raise InputError(
             f"a torch.utils.data.DataLoader is required, found {type(loader).__name__}: what it does to batches on its "
             "own would be left out, and what it samples is not accounted for. Give torch's DataLoader over a dataset "
-            "with __getitem__ and __len__; for a stream that fits into memory DataLoader(list(dataset), ...)"
+            "with __getitem__ and __len__, as it was before Accelerator.prepare or the like; for a stream that fits "
+            "into memory DataLoader(list(dataset), ...)"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise InputError(

@@ -39,6 +39,9 @@ class PrivateModule(nn.Module):
         if session is not None:
             self.head_losses = HeadLosses(inner(module), lambda: session.gradients.undisturbed())
         object.__setattr__(self, "_standard", False)
+        if session is not None and session.mechanism.group.size > 1:
+            # Accelerator.prepare would wrap it anew: here sums are added up before their noise
+            self._is_accelerate_prepared = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, cast
 
 from torch import nn
@@ -14,14 +13,14 @@ from dpis.dropin.loader import PrivateLoader, checked_loader
 from dpis.dropin.module import PrivateModule
 from dpis.dropin.optimizer import PrivateOptimizer, checked_optimizer
 from dpis.dropin.private_run import Place, PrivateRun
-from dpis.dropin.ranks import inner
+from dpis.dropin.ranks import inner, tell_of_uncaught
 from dpis.dropin.request import Request
 from dpis.dropin.session import Session
 from dpis.dropin.spent import SpentSoFar
 from dpis.dropin.validator import ModuleValidator, checked_mode
 from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
-from dpis.group import current_group, share_weights
+from dpis.group import current_group, share_weights, warn
 from dpis.mechanism import Mechanism, RunPlan, make_plan
 from dpis.mechanism.run_plan import open_ended_plan
 from dpis.mechanism.secret_state import shared_key
@@ -97,10 +96,12 @@ class PrivacyEngine:
             ``(module, optimizer, criterion, data_loader)``.
         """
         given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
-        request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
-        if noise_multiplier == 0:
-            warnings.warn(NO_NOISE, stacklevel=2)
-        return self._make(open_ended_plan(request.open_ended_config(), noise_multiplier), request)
+        with current_group().together():
+            request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
+            if noise_multiplier == 0:
+                warn(NO_NOISE, stacklevel=2)
+            plan = open_ended_plan(request.open_ended_config(), noise_multiplier)
+        return self._make(plan, request)
 
     def make_private_with_epsilon(
         self,
@@ -132,9 +133,11 @@ class PrivacyEngine:
             As `make_private`.
         """
         given = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
-        request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
-        config = request.config(epochs, epsilon=target_epsilon, delta=target_delta)
-        return self._make(make_plan(config), request)
+        with current_group().together():
+            request = Request.of(privacy, options, max_grad_norm=max_grad_norm, **given)
+            config = request.config(epochs, epsilon=target_epsilon, delta=target_delta)
+            plan = make_plan(config)
+        return self._make(plan, request)
 
     def _make(self, plan: RunPlan, request: Request) -> tuple[Any, ...]:
         """Everything is checked first: after an error nothing is changed."""
@@ -144,6 +147,7 @@ class PrivacyEngine:
             _checked_module(module)
             checked_optimizer(optimizer, module)
             gradients = DeferredGradients(inner(module), batch_first=request.batch_first)
+        tell_of_uncaught(group)
         population = len(cast(Any, loader.dataset))
         group.require_same((str(plan), population), "arguments and dataset")
         share_weights(inner(module), group)

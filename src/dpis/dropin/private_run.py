@@ -68,17 +68,19 @@ class PrivateRun:
                 "older weights, load them by module.load_state_dict"
             )
         opened, mechanism = _opened(place), self.session.mechanism
-        state = load_secret_state(opened, "plan")
-        if state["plan"] != self._fingerprint:
-            raise InputError(
-                f"{place} is of a run with other arguments or another number of records: {state['plan']}; these are "
-                f"{self._fingerprint}. What was spent then would not fit the plan now. Make it private with the same "
-                "arguments"
-            )
+        mechanism.group.arrive("load_checkpoint")
+        with mechanism.group.together():
+            state = load_secret_state(opened, "plan")
+            if state["plan"] != self._fingerprint:
+                raise InputError(
+                    f"{place} is of a run with other arguments or another number of records: {state['plan']}; these "
+                    f"are {self._fingerprint}. What was spent then would not fit the plan now. Make it private with "
+                    "the same arguments"
+                )
+            own = own_state(opened, state)
         self.seed = state["seed"]
         self.journal.load_state_dict(state["events"])
         key = shared_key(self.seed, mechanism.group)
-        own = own_state(opened, state)
         mechanism.take_up(key, state["mechanism"], own)
         state = dict(put_together(state, own, self.session.gradients.module))
         if mechanism.group.size == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
@@ -11,9 +10,11 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from dpis.dropin.loader import batch_of, checked_loader
-from dpis.errors import InputError, PublicCountWarning
+from dpis.errors import BatchOverProcessesWarning, InputError, PublicCountWarning
+from dpis.group import current_group, warn
 from dpis.mechanism import Config
 from dpis.options import Method, NormSum, Privacy, knobs
 
@@ -42,6 +43,7 @@ class Request:
         seed: repeatable randomness, for tests and research: nothing of it may be released.
         inputs_as_delivered: refuse inputs of the model that have shape and type of what the loader delivered, but
             other contents. False: the loop changes records, each by itself, and nobody checks.
+        per_process: on several processes, the loader's batch size is that of each, not of the whole step.
         criterion: returned as it is with ``grad_sample_mode="ghost"``.
         batch_first: whether rows are the first dimension of tensors.
         loss_reduction: "mean" or "sum", of the loss in the loop.
@@ -63,6 +65,7 @@ class Request:
     privacy: Privacy
     seed: int | None = None
     inputs_as_delivered: bool = True
+    per_process: bool = False
     criterion: Any = None
     batch_first: bool = True
     loss_reduction: str = "mean"
@@ -187,14 +190,20 @@ class Request:
     def _settled(self, epochs: int, **words: Any) -> Config:
         loader = checked_loader(self.data_loader)
         if self.privacy.n_public is None:
-            warnings.warn(PublicCountWarning(), stacklevel=4)
+            warn(PublicCountWarning(), stacklevel=4)
         if loader.drop_last:
-            warnings.warn(DROP_LAST, stacklevel=4)
+            warn(DROP_LAST, stacklevel=4)
         if self.method is Method.DPIS_ADAPTIVE:
             words["norm_sum"] = NormSum.STALE
+        processes = current_group().size
+        batch_size = batch_of(loader, processes, per_process=self.per_process)
+        if processes > 1:
+            replaced = isinstance(loader.sampler, DistributedSampler)
+            sampler = type(loader.sampler).__name__ if replaced else None
+            warn(BatchOverProcessesWarning(batch_size, processes, sampler), stacklevel=4)
         return Config.settle(
             self.privacy.adding(**words),
             records=len(cast(Any, loader.dataset)),
-            batch_size=batch_of(loader),
+            batch_size=batch_size,
             epochs=epochs,
         )

@@ -62,6 +62,7 @@ class TrainerSettings:
             "max_grad_norm": 1.0 if privacy.clip_norm is None else privacy.clip_norm,
             "privacy": privacy,
             "seed": self.seed,
+            "per_process": True,  # a trainer's batch size is that of a device
         }
         if self.noise_multiplier is not None:
             return engine.make_private(noise_multiplier=self.noise_multiplier, **common)

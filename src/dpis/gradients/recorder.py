@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from dpis.gradients.sharding import Owners, sharding_of
 from dpis.gradients.tape import Tape, full_precision
 from dpis.gradients.verdicts import Beyond, Plan
 from dpis.gradients.watch import Watch, shown
+from dpis.group import warn
 
 T = TypeVar("T")
 
@@ -393,7 +393,7 @@ class Recorder:
         if slow.keys() - self._said_names:
             self._said_names |= slow.keys()
             named = ", ".join(f"{name} ({reason})" for name, reason in slow.items())
-            warnings.warn(
+            warn(
                 f"Gradients of single records are computed by torch.func for {named}. They are "
                 "right, but slower and larger than those of the layers that dpis knows.",
                 SlowGradientsWarning,

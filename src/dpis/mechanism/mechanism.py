@@ -7,6 +7,7 @@ draw > norms > weights > sum > noise. Nothing here knows of files, optimizers or
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -233,6 +234,10 @@ class Mechanism:
     def place(self) -> int:
         """Where the run stands: the same on every rank that takes the same steps of the same epochs."""
         return (self.epoch << 32) + self.step
+
+    def require_same_terms(self, draw: Draw) -> None:
+        """The ranks stand at the same step, under the same noise and clip norm: each noises a slice, and charges it."""
+        self.group.hear(self.place, zlib.crc32(repr(self._require_oldest(draw)).encode()))
 
     @property
     def own_records(self) -> range:

@@ -120,5 +120,6 @@ def own_state(place: Path | IO[bytes], state: Mapping[str, Any]) -> Mapping[str,
 
 def shared_key(seed: int | None, group: Group) -> Key:
     """One key for all processes of a group: rank 0 takes it from the operating system, or from the seed."""
+    group.require_same(seed, "seed")
     made = Key.fresh() if seed is None else Key.from_seed(seed)
     return Key(group.from_first(lambda: made.secret), seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
@@ -20,7 +19,7 @@ from dpis.coupling.forbidden_layers import checked_model
 from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
-from dpis.group import Group, current_group, share_weights
+from dpis.group import Group, current_group, share_weights, warn
 from dpis.mechanism import Config
 from dpis.mechanism.secret_state import shared_key
 from dpis.options import Method, Privacy, Training
@@ -93,49 +92,54 @@ def train(
         >>> result.claim
         Budget(epsilon=2.0, delta=1e-05)
     """
-    privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
-    privacy.refuse_unused(Method.parse(privacy.method))
-    training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
     group = current_group()
-    if training.check_data and not resume:
-        raise InputError(
-            "check_data compares data with that of an interrupted run: give resume=True too"
+    with group.together():
+        privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
+        privacy.refuse_unused(Method.parse(privacy.method))
+        training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
+        if training.check_data and not resume:
+            raise InputError(
+                "check_data compares data with that of an interrupted run: give resume=True too"
+            )
+        device = to_device(training.device)
+        model = checked_model(model).to(device)
+        records = _records(dataset, training, device, group)
+        config = Config.settle(
+            privacy, records=len(records), batch_size=training.batch_size, epochs=training.epochs
         )
-    device = to_device(training.device)
-    model = checked_model(model).to(device)
-    share_weights(model, group)
-    records = _records(dataset, training, device, group)
-    config = Config.settle(
-        privacy, records=len(records), batch_size=training.batch_size, epochs=training.epochs
-    )
-    optimizer = _optimizer(training, model)
-    task = Task(
-        model=model,
-        records=records,
-        loss=loss,
-        objective=training.objective,
-        optimizer=optimizer,
-        scheduler=None if training.scheduler is None else training.scheduler(optimizer),
-        scheduler_interval=training.scheduler_interval,
-        held_out=_held_out(held_out, training, loss),
-        average=WeightAverage(model, training.ema) if training.ema else None,
-        early_stop=training.early_stop,
-        physical_batch=training.physical_batch,
-    )
-    if privacy.n_public is None and config.method.private and not resume and group.leads:
-        warnings.warn(PublicCountWarning(), stacklevel=2)
-    run = _open(out, resume, config, records, seed, training.diagnostics, group)
-    progress = training.progress
-    reporter: Reporter = (
-        progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
-    )
-    return Trainer(
-        run,
-        task,
-        reporter=reporter,
-        keep_checkpoint=training.keep_checkpoint,
-        check_data=training.check_data,
-    ).train()
+        optimizer = _optimizer(training, model)
+        measured = _held_out(held_out, training, loss)
+    if privacy.n_public is None and config.method.private and not resume:
+        warn(PublicCountWarning(), stacklevel=2)
+    with group.stopping():
+        share_weights(model, group)
+        task = Task(
+            model=model,
+            records=records,
+            loss=loss,
+            objective=training.objective,
+            optimizer=optimizer,
+            scheduler=None if training.scheduler is None else training.scheduler(optimizer),
+            scheduler_interval=training.scheduler_interval,
+            held_out=measured,
+            average=WeightAverage(model, training.ema) if training.ema else None,
+            early_stop=training.early_stop,
+            physical_batch=training.physical_batch,
+        )
+        run = _open(out, resume, config, records, seed, training.diagnostics, group)
+        return Trainer(
+            run,
+            task,
+            reporter=_reporter(training.progress),
+            keep_checkpoint=training.keep_checkpoint,
+            check_data=training.check_data,
+        ).train()
+
+
+def _reporter(progress: Reporter | bool) -> Reporter:
+    if not isinstance(progress, bool):
+        return progress
+    return ProgressBar() if progress else Silent()
 
 
 def _records(

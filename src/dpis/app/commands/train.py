@@ -10,6 +10,15 @@ import typer
 
 from dpis.app.commands.flags import flag, typed, with_flags
 from dpis.app.jobs.job_options import JobOptions, shell_knobs
+from dpis.app.processes import (
+    INTERRUPTED,
+    TIMEOUT,
+    connected,
+    launch,
+    started_as_one_of_several,
+    started_here,
+    tell,
+)
 from dpis.errors import InputError
 from dpis.options import default_in_words
 
@@ -26,9 +35,6 @@ GROUPS = (
     "Run",
 )
 """The headings of the help, what everybody needs first."""
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 
 OFFERED = [
     name
@@ -62,6 +68,23 @@ def train(
             "--json", help="Print one JSON object as the last line.", rich_help_panel="Run"
         ),
     ] = False,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on so many processes of this machine. [default: 1; on several machines: torchrun]",
+            rich_help_panel="Run",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help=f"How long a process waits for the others. [default: {TIMEOUT:g}]",
+            rich_help_panel="Run",
+        ),
+    ] = None,
     **options: Any,
 ) -> None:
     """Train a private model: without arguments, DPIS on a sample of Fashion-MNIST."""
@@ -74,6 +97,14 @@ def train(
     if resume is not None and asked:
         flags = ", ".join(sorted(JobOptions.called(name) for name in asked))
         raise InputError(f"--resume goes on with what the run was started with: leave out {flags}")
+    job_options = JobOptions.from_json(asked)
+    if started_as_one_of_several():
+        if processes is not None and not started_here():
+            raise InputError("torchrun says how many processes there are: leave out --processes")
+    elif processes is not None and processes > 1:
+        if code := launch(context.obj, processes):
+            raise typer.Exit(code)
+        return
     from rich.console import Console
 
     from dpis.app.commands.outcome import (  # torch: only when it is needed
@@ -86,15 +117,17 @@ def train(
 
     reporter = ProgressBar(Console(stderr=True))
     try:
-        if resume is not None:
-            job = resume_job(
-                resume, reporter, keep_checkpoint=keep_checkpoint, check_data=bool(check_data)
-            )
-        else:
-            job = start_job(JobOptions.from_json(asked), reporter, keep_checkpoint=keep_checkpoint)
+        with connected(timeout) as group:
+            common: dict[str, Any] = {"keep_checkpoint": keep_checkpoint, "group": group}
+            if resume is not None:
+                job = resume_job(resume, reporter, check_data=bool(check_data), **common)
+            else:
+                job = start_job(job_options, reporter, **common)
     except InterruptedRunError as saved:  # typer says nothing of what is a KeyboardInterrupt
-        typer.echo(f"dpis: {saved}", err=True)
+        tell(f"dpis: {saved}", INTERRUPTED)
         raise typer.Exit(INTERRUPTED) from None
+    if not group.leads:
+        return
     if as_json:
         typer.echo(json.dumps(outcome_as_json(job)))
     else:

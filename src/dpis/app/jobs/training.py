@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpis.app.jobs.job_options import JobOptions
-from dpis.app.jobs.pipeline import Pipeline
+from dpis.app.jobs.pipeline import Content, Pipeline
 from dpis.app.jobs.settings import (
     average_decay,
     learning_rate,
@@ -34,8 +34,9 @@ from dpis.features.channels import (
 )
 from dpis.features.colours import Colours
 from dpis.generators import seeded_torch
+from dpis.group import Alone, Group
 from dpis.mechanism import Config, Mechanism
-from dpis.mechanism.secret_state import load_secret_state
+from dpis.mechanism.secret_state import load_secret_state, shared_key
 from dpis.models.kinds import Inputs, ModelKind, model_kind
 from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
@@ -59,26 +60,46 @@ class JobResult:
 
 
 def start_job(
-    options: JobOptions, reporter: Reporter, *, keep_checkpoint: bool = False
+    options: JobOptions,
+    reporter: Reporter,
+    *,
+    keep_checkpoint: bool = False,
+    group: Group | None = None,
 ) -> JobResult:
-    """Train as the options say, in a new folder."""
-    key = Key.fresh() if options.seed is None else Key.from_seed(options.seed)
-    return _Job(options, key, reporter, keep_checkpoint).run(resume=None)
+    """Train as the options say, in a new folder.
+
+    Args:
+        options: what was asked for.
+        reporter: of rank 0.
+        keep_checkpoint: leave the secret checkpoint in the folder after completion.
+        group: the processes that train together; all of them call this.
+    """
+    group = group or Alone()
+    group.require_same(options.as_json(), "options")
+    key = shared_key(options.seed, group)
+    return _Job(options, key, reporter, keep_checkpoint, group).run(resume=None)
 
 
 def resume_job(
-    path: Path, reporter: Reporter, *, keep_checkpoint: bool = False, check_data: bool = False
+    path: Path,
+    reporter: Reporter,
+    *,
+    keep_checkpoint: bool = False,
+    check_data: bool = False,
+    group: Group | None = None,
 ) -> JobResult:
     """Go on with the interrupted job in that folder: everything is as it was asked for then."""
-    saved = load_secret_state(RunFolder(path).checkpoint, "options")
-    recipe = saved["options"]["recipe"]
-    if "job" not in recipe:
-        raise InputError(
-            f"{path} was started from Python, not by `dpis train`: resume it there with resume=True"
-        )
+    group = group or Alone()
+    with group.together():
+        saved = load_secret_state(RunFolder(path).checkpoint, "options")
+        recipe = saved["options"]["recipe"]
+        if "job" not in recipe:
+            raise InputError(
+                f"{path} was started from Python, not by `dpis train`: resume it there with resume=True"
+            )
+        options = JobOptions.from_json(recipe["job"])
     key = Key(saved["key"], saved["seed"])
-    options = JobOptions.from_json(recipe["job"])
-    return _Job(options, key, reporter, keep_checkpoint, check_data).run(path)
+    return _Job(options, key, reporter, keep_checkpoint, group, check_data).run(path)
 
 
 class _Job:
@@ -90,9 +111,10 @@ class _Job:
         key: Key,
         reporter: Reporter,
         keep_checkpoint: bool,
+        group: Group,
         check_data: bool = False,
     ) -> None:
-        self._options, self._key = options, key
+        self._options, self._key, self._group = options, key, group
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
         self._check_data = check_data
         self._device = to_device(options.device)
@@ -100,16 +122,21 @@ class _Job:
 
     def run(self, resume: Path | None) -> JobResult:
         """Everything from reading the data to the released model."""
+        with self._group.stopping():
+            return self._run(resume)
+
+    def _run(self, resume: Path | None) -> JobResult:
         began = time.monotonic()
         options = self._options
-        source = open_source(options, self._key, anew=self._check_data)
+        anew = self._check_data and self._group.leads
+        source = self._group.after_first(lambda: open_source(options, self._key, anew=anew))
         kind = model_kind(model_name(options, self._system, source))
         require_fit(options, kind, source)
         if "max_rows_per_user" in options.said and not source.user_level:
             raise InputError("--max-rows-per-user has no effect without users: give --user-column")
         config = make_config(options, kind, source)
         task = self._task(source, kind, config, None)  # errors come before anything is written
-        if resume is None:
+        if resume is None and self._group.leads:
             for note in (*source.look_through(), *_note_on_count(options.n_public, source)):
                 self._reporter.note(f"note (private, shown here only): {note}")
         run = self._open(resume, config, source)
@@ -132,18 +159,21 @@ class _Job:
 
     def _open(self, resume: Path | None, config: Config, source: RecordSource) -> Run:
         if resume is not None:
-            return Run.resume(resume, source.population)
+            return Run.resume(resume, source.population, self._group)
         options = self._options
         recipe = {
             "job": options.as_json(),
             "public": _public_recipe(options, config, source),
             "public_by_confirmation": list(source.preprocessing.public_by_confirmation),
         }
-        path = Path(options.out) if options.out is not None else next_run_folder(Path("runs"))
+        out = options.out
+        path = self._group.from_first(
+            lambda: next_run_folder(Path("runs")) if out is None else Path(out)
+        )
         run_options = RunOptions(
             diagnostics=options.diagnostics, user_level=source.user_level, recipe=recipe
         )
-        return Run.start(path, config, source.population, self._key, run_options)
+        return Run.start(path, config, source.population, self._key, run_options, self._group)
 
     def _task(
         self, source: RecordSource, kind: ModelKind, config: Config, mechanism: Mechanism | None
@@ -163,7 +193,7 @@ class _Job:
             records=self._records(inputs, encoded, changes),
             loss=nn.CrossEntropyLoss() if classes else _column_squared_error,
             optimizer=OPTIMIZERS[options.optimizer](trained, lr),
-            held_out=_held_out(pipeline, encoded),
+            held_out=self._held_out(pipeline, encoded),
             average=WeightAverage(model, ema) if ema else None,
             physical_batch=options.physical_batch,
             card=card_of(
@@ -190,6 +220,7 @@ class _Job:
             augment=changes.augment,
             augmentations=changes.augmentations,
             device=self._device,
+            rank=self._group.rank,
         )
 
     def _pipeline(
@@ -202,7 +233,7 @@ class _Job:
         """How inputs are made, and those of the training records: of every view, ``[records, views, ...]``."""
         colours = Colours(self._options.colours or Colours.RGB)
         unscaled = Pipeline(encoded.preprocessing, kind.inputs, colours=colours)
-        features = unscaled.described(encoded.features)
+        features = self._described(unscaled, encoded.features)
         by_channel = self._options.normalise == "channel"
         pipeline = replace(unscaled, scale=_scale(features, mechanism)) if by_channel else unscaled
         inputs = pipeline.normalised(features)
@@ -220,18 +251,22 @@ class _Job:
         every[:, 0] = inputs
         del features, inputs  # one view is large enough
         for place, view in enumerate(views, start=1):
-            of_view = pipeline.inputs(view(encoded.features))
+            of_view = pipeline.normalised(self._described(pipeline, view(encoded.features)))
             assert isinstance(of_view, Tensor)
             every[:, place] = of_view
         return pipeline, every
 
+    def _described(self, pipeline: Pipeline, records: Content) -> Column:
+        """Features are computed once: rank 0 leaves them in the cache for the others."""
+        return self._group.after_first(lambda: pipeline.described(records))
 
-def _held_out(pipeline: Pipeline, encoded: Encoded) -> HeldOut | None:
-    inputs = pipeline.inputs(encoded.held_out_features)
-    if not len(inputs):
-        return None
-    task = encoded.preprocessing.target.task
-    return HeldOut(_dataset(inputs, encoded.held_out_targets), metrics_of(task))
+    def _held_out(self, pipeline: Pipeline, encoded: Encoded) -> HeldOut | None:
+        described = self._described(pipeline, encoded.held_out_features)
+        inputs = pipeline.normalised(described)
+        if not len(inputs):
+            return None
+        task = encoded.preprocessing.target.task
+        return HeldOut(_dataset(inputs, encoded.held_out_targets), metrics_of(task))
 
 
 def _dataset(inputs: Column, targets: Tensor) -> Dataset[Any]:
