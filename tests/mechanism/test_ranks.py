@@ -278,6 +278,26 @@ def test_a_run_goes_on_with_another_number_of_ranks(name: str, before: int, afte
             torch.testing.assert_close(update, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("by_place", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_done_again_with_other_sums_have_other_noise(by_place: bool, ranks: int) -> None:
+    """Dropout goes by place in a rank's batch: the same noise over other sums would cancel in the difference."""
+    c, records = RUNS["adaptive"], records_of(23)
+    system = Small(c, records, KEY, Listener(), PlainSums(3))
+    _advance(system, records, 3)
+    state, own = system.mechanism.state_dict(), system.mechanism.own_state()
+    unbroken = _advance(system, records, 4)
+
+    def again(group: Group) -> list[Tensor]:
+        other = Small(c, records, KEY, Listener(), PlainSums(3), group=group)
+        other.mechanism.load_state_dict(state, own, by_place=by_place)
+        return _advance(other, records, 4)
+
+    updates = on_threads(ranks, again)[0]
+    same = [torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(updates, unbroken, strict=True)]
+    assert all(same) if ranks == 1 or not by_place else not any(same)
+
+
 def test_records_are_not_reassigned_without_their_state() -> None:
     c, records = RUNS["dpis"], records_of(23)
 

@@ -14,9 +14,22 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dpis
+from dpis.randomness import Key
+from dpis.training.progress import Silent
 from tests.ranks import on_ranks, outcomes_on_ranks
 
-from .toys import N, assert_verifies, crash_at, fit, ledger, linear, mlp, points, released
+from .toys import (
+    Crash,
+    N,
+    assert_verifies,
+    crash_at,
+    fit,
+    ledger,
+    linear,
+    mlp,
+    points,
+    released,
+)
 
 CLIPPING = {"clip_ceiling": 2.0, "clip_lowest": 0.1}
 USERS = [i // 3 for i in range(N)]
@@ -104,6 +117,32 @@ def test_a_run_goes_on_with_any_number_of_ranks(before: int, after: int, tmp_pat
     assert one["ledger.jsonl"].splitlines()[:-1] == other["ledger.jsonl"].splitlines()[:-1]
     if before == after:
         assert one == other
+
+
+def _purposes(rank: int, folder: Path, dropout: float, resume: bool) -> list[str]:
+    """Of the noise of all steps."""
+    seen, real = list[str](), Key.normals
+
+    def normals(self: Key, purpose: str, step: int, count: int) -> Any:
+        seen.append(purpose)
+        return real(self, purpose, step, count)
+
+    Key.normals = normals  # type: ignore[method-assign]
+    try:
+        progress: Any = Silent() if resume else crash_at(6)
+        fit(folder, mlp(dropout=dropout), epochs=3, resume=resume, progress=progress)
+    except Crash:
+        os._exit(0)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dropout", "moved"), [(0.0, False), (0.3, True)])
+def test_noise_moves_with_masks(tmp_path: Path, dropout: float, moved: bool) -> None:
+    outcomes_on_ranks(2, _purposes, tmp_path / "run", dropout, False, seconds=20)
+    purposes = set(on_ranks(1, _purposes, tmp_path / "run", dropout, True)[0])
+    assert purposes == ({"noise:1@4"} if moved else {"noise"})
+    assert_verifies(tmp_path / "run")
 
 
 def _with_other_data(rank: int, folder: Path) -> None:

@@ -31,7 +31,7 @@ from dpis.mechanism.journal import Journal
 from dpis.mechanism.noisy_update import Noise, noisy_slices, noisy_statistic, noisy_update
 from dpis.mechanism.run_plan import RunPlan, bounded_count
 from dpis.options import Contribution, NormSum
-from dpis.randomness import Key, Stream
+from dpis.randomness import Key, Normals, Stream
 from dpis.sampling import Draw, ImportanceSampler, Sampler, Shards, UniformSampler
 from dpis.sampling.classes import slices
 
@@ -89,6 +89,7 @@ class Mechanism:
         self._spent: Counter[Event] = Counter()
         self._used: set[Occasion] = set()
         self._ahead = ahead
+        self._moves: tuple[str, ...] = ()
         self._draws = 0
         self._outstanding: deque[tuple[Draw, Terms]] = (
             deque()
@@ -139,7 +140,8 @@ class Mechanism:
         self._spend([Entry(label, Gaussian(noise_multiplier=multiplier))])
         self._used.add(occasion)
         std = APPLIED_NOISE * multiplier * sensitivity
-        normals = self._key.normals(f"release:{occasion.purpose}", occasion.epoch, value.numel())
+        purpose = f"release:{occasion.purpose}"
+        normals = self._normals(purpose, occasion.epoch, value.numel())
         return noisy_statistic(label, value, Noise(std, normals), self.group)
 
     # ── epochs ───────────────────────────────────────────────────────────────────────────────────────
@@ -397,7 +399,7 @@ class Mechanism:
         noise, scale = None, 1.0 / terms.equivalent_batch
         if self.plan.config.method.private:
             std = APPLIED_NOISE * terms.noise_multiplier
-            noise = Noise(std, self._key.normals("noise", step, total.entries))
+            noise = Noise(std, self._normals("noise", step, total.entries))
             scale = self.update_scale * terms.clip_norm / terms.equivalent_batch
         if total.sharded is not None:
             return noisy_slices(total.take(), total.sharded, noise, scale)
@@ -409,6 +411,10 @@ class Mechanism:
             self.group,
             expected_records=self.plan.most_expected_candidates,
         )
+
+    def _normals(self, purpose: str, step: int, count: int) -> Normals:
+        """The noise of one release: another where the run has moved to other ranks, and with it to other sums."""
+        return self._key.normals(":".join((purpose, *self._moves)), step, count)
 
     def _require_oldest(self, draw: Draw) -> Terms:
         """Draws are released once each, in their order, under the terms they were made under."""
@@ -448,6 +454,7 @@ class Mechanism:
             "draws": self._draws,
             "waiting": [asdict(terms) for _, terms in self._outstanding],
             "ranks": self.group.size,
+            "moves": list(self._moves),
             "noise_multiplier": self._noise_multiplier,
             "steps_left": self.steps_left,
             "clip_norm": self.clip_norm,
@@ -473,13 +480,21 @@ class Mechanism:
             state |= {f"{place}.indices": draw.indices, f"{place}.importance": draw.importance}
         return state
 
-    def load_state_dict(self, state: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], own: Mapping[str, Tensor], *, by_place: bool = False
+    ) -> None:
         """Stand where that state stood; the journal must stand there too.
 
         Args:
             state: what its ranks had in common.
             own: what each of them had of its own, by name; there may have been more of them, or fewer.
+            by_place: gradients depend on chance that goes by place in a rank's batch. Then on another number of ranks
+                the steps that are done again have other sums, and must have other noise: the same would cancel in the
+                difference.
         """
+        self._moves = tuple(state["moves"])
+        if by_place and state["ranks"] != self.group.size:
+            self._moves += (f"{self.group.size}@{state['step']}",)
         self._journal.go_to(state["position"])
         self.step, self.steps_left = state["step"], state["steps_left"]
         self.clip_norm, self.update_scale = state["clip_norm"], state["update_scale"]

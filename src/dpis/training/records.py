@@ -142,6 +142,12 @@ class Records:
         """How many rows of a batch belong to one record."""
         return self.max_rows_per_user * self.views * self.augmentations
 
+    @property
+    def by_place(self) -> bool:
+        """Whether what is random about rows may go by their place in a draw, not by the row alone."""
+        own_collate = self.collate_fn is not default_collate
+        return own_collate or self.augment is not None or self._users is not None
+
     def drawn(self, records: npt.NDArray[np.int64], key: Key, step: int) -> Iterator[Rows]:
         """The rows of these records for this step, some records at a time: what is not needed yet is not fetched.
 

@@ -56,6 +56,8 @@ class _Progress:
     epochs_since_best: int = 0
     gradient_evaluations: int = 0
     stopped_early: bool = False
+    by_place: bool = False
+    """Whether gradients depend on chance that goes by place in a rank's batch, such as dropout."""
 
 
 class Trainer:
@@ -197,7 +199,9 @@ class Trainer:
             alike = self._group.together(mechanism.place)
             closely, sharded = self._looks.due(), self._sharded
             with alike, unwritten(task.model, closely=closely, sharded=sharded):
+                before = torch.get_rng_state()
                 total = self._sum_over(mechanism.draw())
+                self._progress.by_place |= not torch.equal(before, torch.get_rng_state())
             update = mechanism.release_sum(total)
             for name, parameter in self._gradients.parameters.items():
                 parameter.grad = update.pop(name).to(parameter.dtype)
@@ -402,7 +406,9 @@ class Trainer:
         self._progress = _Progress(**state["progress"])
         if not self._group.leads:
             self._progress.gradient_evaluations = 0  # rank 0 goes on counting for all
-        self._mechanism.load_state_dict(state["mechanism"], own)
+        unknown = state["mechanism"]["step"] == 0 or self._device.type != "cpu"
+        by_place = unknown or self._progress.by_place or task.records.by_place
+        self._mechanism.load_state_dict(state["mechanism"], own, by_place=by_place)
 
     def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """A fingerprint of the data; what lies in files that are as they were is not read again."""
@@ -419,6 +425,7 @@ class Trainer:
     def _save(self) -> None:
         task = self.task
         evaluations = sum(self._group.gathered(self._progress.gradient_evaluations))
+        by_place = self._group.any(self._progress.by_place)
         self.run.save(
             {
                 "identity": self._identity_saved,
@@ -428,7 +435,11 @@ class Trainer:
                 "optimizer": task.optimizer.state_dict(),
                 "scheduler": None if task.scheduler is None else task.scheduler.state_dict(),
                 "average": None if task.average is None else task.average.state_dict(),
-                "progress": {**vars(self._progress), "gradient_evaluations": evaluations},
+                "progress": {
+                    **vars(self._progress),
+                    "gradient_evaluations": evaluations,
+                    "by_place": by_place,
+                },
                 "mechanism": self._mechanism.state_dict(),
             }
         )
