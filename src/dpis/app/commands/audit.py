@@ -1,0 +1,95 @@
+"""`dpis audit`: does the claim survive an attack?"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpis.app.commands.flags import flag, typed, with_flags
+from dpis.app.commands.train import OFFERED
+from dpis.app.jobs.job_options import JobOptions, shell_knobs
+from dpis.errors import InputError
+from dpis.options import Privacy, default_in_words, knobs
+
+if TYPE_CHECKING:
+    from dpis.audit import Findings
+
+REFUTED = 1
+"""The exit code if more leaked than the claim allows."""
+
+_NOT_OFFERED = ("keep_checkpoint", "check_data", "diagnostics")
+AUDIT = "Audit"
+
+
+@with_flags(flag(JobOptions, name) for name in OFFERED if name not in _NOT_OFFERED)
+def audit(
+    dataset: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="DATASET",
+            help=f"As for `dpis train`. [default: {default_in_words(JobOptions, 'dataset')}]",
+            rich_help_panel="Arguments",
+        ),
+    ] = None,
+    *,
+    mechanism: Annotated[
+        bool,
+        typer.Option(
+            "--mechanism",
+            help="Attack sampling, clipping and noise alone, on their worst case; needs --n-public.",
+            rich_help_panel=AUDIT,
+        ),
+    ] = False,
+    runs: Annotated[
+        int,
+        typer.Option(
+            min=100,
+            help="Of the mechanism: more of them show more. [default: 1000000]",
+            show_default=False,
+            rich_help_panel=AUDIT,
+        ),
+    ] = 1_000_000,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object.", rich_help_panel=AUDIT),
+    ] = False,
+    **options: Any,
+) -> None:
+    """Attack the claim: a lower bound on epsilon beside it. Exit code 1: more leaked than the claim allows."""
+    asked = typed({"dataset": dataset, **options})
+    if mechanism:
+        found = _of_mechanism(asked, runs)
+    else:
+        raise InputError("give --mechanism")
+    _show(found, as_json)
+
+
+def _of_mechanism(asked: dict[str, Any], runs: int) -> Findings:
+    from dpis.audit.mechanism_audit import audit_mechanism  # torch: only when it is needed
+    from dpis.mechanism import Config
+
+    used = {"batch_size", "epochs"} | (shell_knobs().keys() & knobs(Privacy).keys())
+    if unused := sorted(JobOptions.called(name) for name in asked.keys() - used):
+        raise InputError(
+            f"--mechanism looks at no data and no model: leave out {', '.join(unused)}"
+        )
+    if "n_public" not in asked:
+        raise InputError("--mechanism looks at no data, so it must be told --n-public")
+    settled = JobOptions(**asked)
+    config = Config.settle(
+        settled.privacy,
+        records=settled.n_public,  # type: ignore[arg-type]
+        batch_size=settled.batch_size,
+        epochs=settled.epochs,
+    )
+    return audit_mechanism(config, runs=runs)
+
+
+def _show(found: Findings, as_json: bool) -> None:
+    from dpis.audit.findings import in_words
+
+    typer.echo(json.dumps(found.to_json()) if as_json else "\n".join(in_words(found)))
+    if found.refuted:
+        raise typer.Exit(REFUTED)
