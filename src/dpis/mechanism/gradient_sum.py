@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpis.sampling import Draw
+
+
+class Weighable(Protocol):
+    """Gradients of some records, as `dpis.gradients.Tape` has them: all that a mechanism asks of them."""
+
+    def norms(self) -> Tensor:
+        """Of every record."""
+        ...
+
+    def weighted_sums(self, weights: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """``Σ_i weights_i grad_i``, parameter by parameter, each in memory of its own."""
+        ...
 
 
 class GradientSum:

@@ -21,7 +21,7 @@ from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
 from dpis.group import Group, current_group, share_weights
-from dpis.mechanism import Config
+from dpis.mechanism import Config, Mechanism
 from dpis.mechanism.secret_state import shared_key
 from dpis.options import Method, Privacy, Training
 from dpis.runs.folder import next_run_folder
@@ -30,7 +30,7 @@ from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_
 from dpis.training.progress import ProgressBar, Reporter, Silent
 from dpis.training.records import Records
 from dpis.training.result import Result
-from dpis.training.run import Run, RunOptions
+from dpis.training.run import MakeMechanism, Run, RunOptions
 from dpis.training.task import Task
 from dpis.training.trainer import Trainer
 
@@ -93,6 +93,46 @@ def train(
         >>> result.claim
         Budget(epsilon=2.0, delta=1e-05)
     """
+    return train_under(
+        Mechanism,
+        model,
+        dataset,
+        loss,
+        epsilon=epsilon,
+        delta=delta,
+        n_public=n_public,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        privacy=privacy,
+        training=training,
+        held_out=held_out,
+        seed=seed,
+        out=out,
+        resume=resume,
+    )
+
+
+def train_under(
+    make_mechanism: MakeMechanism,
+    model: nn.Module,
+    dataset: Dataset[Any],
+    loss: Loss | None = None,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    n_public: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    privacy: Privacy | None = None,
+    training: Training | None = None,
+    held_out: Dataset[Any] | None = None,
+    seed: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> Result:
+    """As `train`, under a mechanism that is made otherwise; if it is another than `Mechanism`, the run is an audit."""
     privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
     privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
@@ -123,8 +163,8 @@ def train(
         physical_batch=training.physical_batch,
     )
     if privacy.n_public is None and config.method.private and not resume and group.leads:
-        warnings.warn(PublicCountWarning(), stacklevel=2)
-    run = _open(out, resume, config, records, seed, training.diagnostics, group)
+        warnings.warn(PublicCountWarning(), stacklevel=3)
+    run = _open(out, resume, config, records, seed, training.diagnostics, group, make_mechanism)
     progress = training.progress
     reporter: Reporter = (
         progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
@@ -178,6 +218,7 @@ def _open(
     seed: int | None,
     diagnostics: bool,
     group: Group,
+    make_mechanism: MakeMechanism,
 ) -> Run:
     if resume:
         if out is None:
@@ -198,9 +239,12 @@ def _open(
         diagnostics=diagnostics,
         batch_shaped=records.batch_shaped,
         user_level=records.user_ids is not None,
+        audited=make_mechanism is not Mechanism,
     )
     path = group.from_first(lambda: next_run_folder(Path("runs")) if out is None else Path(out))
-    return Run.start(path, config, len(records), shared_key(seed, group), options, group)
+    return Run.start(
+        path, config, len(records), shared_key(seed, group), options, group, make_mechanism
+    )
 
 
 def _differences(before: Config, now: Config) -> list[str]:

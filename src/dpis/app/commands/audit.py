@@ -14,7 +14,7 @@ from dpis.errors import InputError
 from dpis.options import Privacy, default_in_words, knobs
 
 if TYPE_CHECKING:
-    from dpis.audit import Findings
+    from dpis.auditing import Findings
 
 REFUTED = 1
 """The exit code if more leaked than the claim allows."""
@@ -51,6 +51,21 @@ def audit(
             rich_help_panel=AUDIT,
         ),
     ] = 1_000_000,
+    canaries: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Planted among the records: more of them show more, and cost more accuracy. [default: 1000]",
+            show_default=False,
+            rich_help_panel=AUDIT,
+        ),
+    ] = 1000,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            help="Train without canaries, too, to see what they cost.", rich_help_panel=AUDIT
+        ),
+    ] = True,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object.", rich_help_panel=AUDIT),
@@ -59,15 +74,25 @@ def audit(
 ) -> None:
     """Attack the claim: a lower bound on epsilon beside it. Exit code 1: more leaked than the claim allows."""
     asked = typed({"dataset": dataset, **options})
-    if mechanism:
-        found = _of_mechanism(asked, runs)
-    else:
-        raise InputError("give --mechanism")
-    _show(found, as_json)
+    _show(_of_mechanism(asked, runs) if mechanism else _of_run(asked, canaries, compare), as_json)
+
+
+def _of_run(asked: dict[str, Any], canaries: int, compare: bool) -> Findings:
+    from rich.console import Console
+
+    from dpis.app.jobs.audits import audit_job
+    from dpis.training.interrupt import InterruptedRunError
+    from dpis.training.progress import ProgressBar
+
+    reporter = ProgressBar(Console(stderr=True))
+    try:
+        return audit_job(JobOptions.from_json(asked), canaries, reporter, compare=compare)
+    except InterruptedRunError:
+        raise InputError("interrupted: an audit is not resumed, start it anew") from None
 
 
 def _of_mechanism(asked: dict[str, Any], runs: int) -> Findings:
-    from dpis.audit.mechanism_audit import audit_mechanism  # torch: only when it is needed
+    from dpis.auditing.mechanism_audit import audit_mechanism  # torch: only when it is needed
     from dpis.mechanism import Config
 
     used = {"batch_size", "epochs"} | (shell_knobs().keys() & knobs(Privacy).keys())
@@ -88,7 +113,7 @@ def _of_mechanism(asked: dict[str, Any], runs: int) -> Findings:
 
 
 def _show(found: Findings, as_json: bool) -> None:
-    from dpis.audit.findings import in_words
+    from dpis.auditing.findings import in_words
 
     typer.echo(json.dumps(found.to_json()) if as_json else "\n".join(in_words(found)))
     if found.refuted:

@@ -45,6 +45,7 @@ from dpis.training.api import OPTIMIZERS, to_device
 from dpis.training.evaluation import metrics_of
 from dpis.training.model_file import card_of
 from dpis.training.progress import Reporter
+from dpis.training.run import MakeMechanism
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,15 @@ class JobResult:
 
 
 def start_job(
-    options: JobOptions, reporter: Reporter, *, keep_checkpoint: bool = False
+    options: JobOptions,
+    reporter: Reporter,
+    *,
+    keep_checkpoint: bool = False,
+    audit: MakeMechanism | None = None,
 ) -> JobResult:
-    """Train as the options say, in a new folder."""
+    """Train as the options say, in a new folder; with an audit, under the mechanism that it makes."""
     key = Key.fresh() if options.seed is None else Key.from_seed(options.seed)
-    return _Job(options, key, reporter, keep_checkpoint).run(resume=None)
+    return _Job(options, key, reporter, keep_checkpoint, audit=audit).run(resume=None)
 
 
 def resume_job(
@@ -91,8 +96,9 @@ class _Job:
         reporter: Reporter,
         keep_checkpoint: bool,
         check_data: bool = False,
+        audit: MakeMechanism | None = None,
     ) -> None:
-        self._options, self._key = options, key
+        self._options, self._key, self._audit = options, key, audit
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
         self._check_data = check_data
         self._device = to_device(options.device)
@@ -141,9 +147,15 @@ class _Job:
         }
         path = Path(options.out) if options.out is not None else next_run_folder(Path("runs"))
         run_options = RunOptions(
-            diagnostics=options.diagnostics, user_level=source.user_level, recipe=recipe
+            diagnostics=options.diagnostics,
+            user_level=source.user_level,
+            audited=self._audit is not None,
+            recipe=recipe,
         )
-        return Run.start(path, config, source.population, self._key, run_options)
+        make = Mechanism if self._audit is None else self._audit
+        return Run.start(
+            path, config, source.population, self._key, run_options, make_mechanism=make
+        )
 
     def _task(
         self, source: RecordSource, kind: ModelKind, config: Config, mechanism: Mechanism | None

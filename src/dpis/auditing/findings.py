@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dpis.accounting import Budget
-from dpis.audit.tradeoff import Curve
+from dpis.auditing.tradeoff import Curve
 from dpis.errors import InputError
 
 Array = NDArray[np.float64]
@@ -41,7 +40,9 @@ class Findings:
         curve_bound: by trade-off curves, at the claimed delta: of the claim's own curve with its noise scaled; None
             where the claim has no curve of its own.
         estimate: a guess at epsilon, at the claimed delta; not a bound.
-        ceiling: what the method could show at best: the bound if everything went as well as the claim allows.
+        ceiling: the bound that so many canaries give to an attacker of a mechanism that leaks all that it may; None
+            where there are as many runs as one likes.
+        curve_ceiling: the same of `curve_bound`.
         confidence: of either bound.
         canaries: how many there were, or how many runs.
         guesses: how many canaries the attack guessed about; None where it did not guess.
@@ -49,7 +50,6 @@ class Findings:
         advantage: of membership inference, the most that the claim allows.
         true_positives: the most that the claim allows at a false positive rate of 0.01.
         claim_curve: what the claim allows.
-        sgd_curve: what DP-SGD of the same sampling rate and noise allows; the same, where the method has its privacy.
         attack_points: what the attack did.
         accuracy: of the model that was audited, and without canaries; None where there is none.
         notes: what else a reader must know.
@@ -63,7 +63,8 @@ class Findings:
     claim_at_bound_delta: float
     curve_bound: float | None
     estimate: float
-    ceiling: float
+    ceiling: float | None = None
+    curve_ceiling: float | None = None
     confidence: float
     canaries: int
     guesses: int | None = None
@@ -71,7 +72,6 @@ class Findings:
     advantage: float
     true_positives: float
     claim_curve: Points
-    sgd_curve: Points
     attack_points: Points
     accuracy: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
@@ -91,14 +91,11 @@ class Findings:
     def from_json(cls, values: Mapping[str, Any]) -> Findings:
         """The inverse of `to_json`."""
         known = {field.name for field in fields(cls)}
-        read = {name: _frozen(value) for name, value in values.items() if name in known}
+        read: dict[str, Any] = {n: _frozen(v) for n, v in values.items() if n in known}
+        if read.get("estimate", 0) is None:
+            read["estimate"] = math.nan
         try:
-            return cls(
-                **{
-                    name: math.nan if name == "estimate" and v is None else v
-                    for name, v in read.items()
-                }
-            )
+            return cls(**read)
         except TypeError as error:
             raise InputError(f"these are no findings of an audit: {error}") from None
 
@@ -163,15 +160,17 @@ def in_words(found: Findings) -> list[str]:
     lines.append(f"  bound     epsilon >= {found.bound:.3g} {at}, with {chance}")
     if found.curve_bound is not None:
         lines.append(
-            f"            epsilon >= {found.curve_bound:.3g} at delta = {found.delta:g}, with {chance}, by the shape of "
-            "the claim's curve"
+            f"            epsilon >= {found.curve_bound:.3g} at delta = {found.delta:g}, with {chance}, by trade-off "
+            "curves"
         )
-    lines.append(
-        f"  estimate  epsilon = {found.estimate:.3g}: a guess without confidence, no bound"
-    )
-    lines.append(
-        f"  ceiling   {found.ceiling:.3g}: what this method can show at best, {_how_many(found)}"
-    )
+    lines.append(f"  estimate  epsilon = {found.estimate:.3g}: two Gaussians fitted, no bound")
+    if found.ceiling is None:
+        lines.append(f"  runs      {found.canaries:,}")
+    else:
+        by_curve = "" if found.curve_ceiling is None else f" ({found.curve_ceiling:.3g} by curves)"
+        lines.append(
+            f"  ceiling   {found.ceiling:.3g}{by_curve}: what {found.canaries:,} canaries show where all leaks that may"
+        )
     if found.guesses is not None:
         lines.append(f"  guesses   {found.right:,} right of {found.guesses:,}")
     if found.accuracy is not None:
@@ -201,14 +200,3 @@ def _verdict(found: Findings) -> str:
         "The claim survives this attack. That does not prove it: an audit can find a leak, and cannot show that there "
         "is none."
     )
-
-
-def _how_many(found: Findings) -> str:
-    if found.attack in ("mechanism", "model"):
-        return f"with {found.canaries:,} runs"
-    return f"with {found.canaries:,} canaries"
-
-
-def summary_of(found: Sequence[Findings]) -> str:
-    """One line each."""
-    return "\n".join(f"{one.attack}: claim {one.epsilon:g}, bound {one.bound:.3g}" for one in found)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from dpis.accounting import Composition, epsilon_by_pld
-from dpis.audit.tradeoff import Curve, scaled
+from dpis.auditing.tradeoff import Curve, scaled
 from dpis.mechanism import RunPlan
 
 LEAST_SCALE, MOST_SCALE = 0.25, 16.0

@@ -18,25 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpis.accounting import Budget
-from dpis.audit.bounds import (
+from dpis.auditing.bounds import (
     FALSE_ALARM,
     EventBound,
     best_threshold,
     bound_of_event,
     gaussian_estimate,
 )
-from dpis.audit.findings import LOW_FALSE_POSITIVE_RATE, Findings, attack_points, drawn_curve
-from dpis.audit.scaling import curve_of_plan, largest_epsilon_refuted
-from dpis.audit.scores import log_ratio
-from dpis.audit.tradeoff import Curve
+from dpis.auditing.canaries import CANARY_NORM
+from dpis.auditing.findings import LOW_FALSE_POSITIVE_RATE, Findings, attack_points, drawn_curve
+from dpis.auditing.scaling import curve_of_plan, largest_epsilon_refuted
+from dpis.auditing.scores import Scored, log_ratio
+from dpis.auditing.tradeoff import Curve
 from dpis.errors import InputError
 from dpis.mechanism import Config, EventCounter, Mechanism, RunPlan, make_plan
 from dpis.randomness import Key
 
 Array = NDArray[np.float64]
-
-CANARY_NORM = 2.0
-"""In units of the clip norm: importance keeps such a record at ``g_hat = C``, however it estimates."""
 
 AT_ONCE = 1 << 20
 """Coordinates of one mechanism."""
@@ -65,14 +63,6 @@ class Diagonal:
         total = torch.zeros(self.coordinates)
         total[self.places] = (weights * self.lengths).to(total.dtype)
         yield "canaries", total
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """What an attack saw of both worlds."""
-
-    with_canary: Array
-    without: Array
 
 
 def mechanism_scores(
@@ -169,13 +159,11 @@ def findings_of_scores(attack: str, plan: RunPlan, seen: Scored, delta: float) -
         claim_at_bound_delta=_claimed(claim, curve.epsilon(delta), delta),
         curve_bound=largest_epsilon_refuted(plan, lambda c: _violates(shown, c)),
         estimate=gaussian_estimate(seen.with_canary, seen.without, claim.delta),
-        ceiling=curve.epsilon(delta),
         confidence=1 - FALSE_ALARM,
         canaries=len(seen.with_canary) + len(seen.without),
         advantage=curve.advantage,
         true_positives=float(curve.true_positive_rate(LOW_FALSE_POSITIVE_RATE)[0]),
         claim_curve=drawn_curve(curve),
-        sgd_curve=drawn_curve(curve),
         attack_points=attack_points(seen.with_canary, seen.without),
     )
 

@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import expit
 from scipy.stats import beta, binom
 
-from dpis.audit.tradeoff import Curve, gaussian_deltas
+from dpis.auditing.tradeoff import Curve, gaussian_deltas
 from dpis.errors import InputError
 
 Array = NDArray[np.float64]
@@ -32,14 +32,14 @@ MOST = 100.0
 # ── many runs: one event ─────────────────────────────────────────────────────────────────────────────
 
 
-def least_probability(hits: Array, runs: int, error: float) -> Array:
+def least_probability(hits: Array | int, runs: int, error: float) -> Array:
     """What the probability of an event is at least, but for a chance of ``error``."""
     hits = np.asarray(hits, dtype=np.float64)
     least: Array = np.where(hits > 0, beta.ppf(error, np.maximum(hits, 1), runs - hits + 1), 0.0)
     return least
 
 
-def most_probability(hits: Array, runs: int, error: float) -> Array:
+def most_probability(hits: Array | int, runs: int, error: float) -> Array:
     """What the probability of an event is at most, but for a chance of ``error``."""
     hits = np.asarray(hits, dtype=np.float64)
     rest = np.maximum(runs - hits, 1)

@@ -6,11 +6,11 @@ guesses become bounds (`bounds`) that are compared with the claim's trade-off cu
 
 from typing import TYPE_CHECKING, Any
 
-from dpis.audit.findings import Findings
-from dpis.audit.tradeoff import Curve
+from dpis.auditing.findings import Findings
+from dpis.auditing.tradeoff import Curve
 
 if TYPE_CHECKING:
-    from dpis.audit.mechanism_audit import audit_mechanism
+    from dpis.auditing.mechanism_audit import audit_mechanism
 
 __all__ = ["Curve", "Findings", "audit_mechanism"]
 
@@ -18,7 +18,7 @@ __all__ = ["Curve", "Findings", "audit_mechanism"]
 def __getattr__(name: str) -> Any:
     """Load what needs torch only when it is asked for."""
     if name == "audit_mechanism":
-        from dpis.audit.mechanism_audit import audit_mechanism
+        from dpis.auditing.mechanism_audit import audit_mechanism
 
         return audit_mechanism
-    raise AttributeError(f"module 'dpis.audit' has no attribute {name!r}")
+    raise AttributeError(f"module 'dpis.auditing' has no attribute {name!r}")
