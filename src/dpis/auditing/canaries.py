@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -234,6 +235,10 @@ class CanaryMechanism(Mechanism):
             return super().begin_epoch()
         own = torch.full((len(self._places),), self._length, dtype=all_norms.dtype)
         return super().begin_epoch(torch.cat([all_norms, own]))
+
+    def load_state_dict(self, state: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+        """Refused: what the attack has seen is in no checkpoint."""
+        raise InputError("an audit is not resumed: start it anew, in another folder")
 
     def draw_ahead(self) -> Draw:
         """The candidates among the records of the dataset; canaries that were drawn wait for the sum."""

@@ -15,6 +15,7 @@ from dpis.options import Privacy, default_in_words, knobs
 
 if TYPE_CHECKING:
     from dpis.auditing import Findings
+    from dpis.mechanism import Config
 
 REFUTED = 1
 """The exit code if more leaked than the claim allows."""
@@ -42,15 +43,24 @@ def audit(
             rich_help_panel=AUDIT,
         ),
     ] = False,
+    case: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="Attack a model of your own on a few records: the factory makes (model, batch, loss); the first "
+            "record of the batch is the canary.",
+            rich_help_panel=AUDIT,
+        ),
+    ] = None,
     runs: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=100,
-            help="Of the mechanism: more of them show more. [default: 1000000]",
+            help="Of --mechanism or --case: more of them show more. [default: 1000000, or 300]",
             show_default=False,
             rich_help_panel=AUDIT,
         ),
-    ] = 1_000_000,
+    ] = None,
     canaries: Annotated[
         int,
         typer.Option(
@@ -74,7 +84,13 @@ def audit(
 ) -> None:
     """Attack the claim: a lower bound on epsilon beside it. Exit code 1: more leaked than the claim allows."""
     asked = typed({"dataset": dataset, **options})
-    _show(_of_mechanism(asked, runs) if mechanism else _of_run(asked, canaries, compare), as_json)
+    if case is not None:
+        found = _of_case(asked, case, runs or 300)
+    elif mechanism:
+        found = _of_mechanism(asked, runs or 1_000_000)
+    else:
+        found = _of_run(asked, canaries, compare)
+    _show(found, as_json)
 
 
 def _of_run(asked: dict[str, Any], canaries: int, compare: bool) -> Findings:
@@ -93,23 +109,30 @@ def _of_run(asked: dict[str, Any], canaries: int, compare: bool) -> Findings:
 
 def _of_mechanism(asked: dict[str, Any], runs: int) -> Findings:
     from dpis.auditing.mechanism_audit import audit_mechanism  # torch: only when it is needed
+
+    if "n_public" not in asked:
+        raise InputError("--mechanism looks at no data, so it must be told --n-public")
+    return audit_mechanism(_config(asked, "--mechanism", asked["n_public"]), runs=runs)
+
+
+def _of_case(asked: dict[str, Any], case: str, runs: int) -> Findings:
+    from dpis.app.jobs.audits import worst_case
+    from dpis.auditing.model_audit import audit_model
+
+    tried = worst_case(case)
+    return audit_model(_config(asked, "--case", tried.records), tried, runs=runs)
+
+
+def _config(asked: dict[str, Any], flag_of_audit: str, records: int) -> Config:
+    """What was asked for, without data."""
     from dpis.mechanism import Config
 
     used = {"batch_size", "epochs"} | (shell_knobs().keys() & knobs(Privacy).keys())
     if unused := sorted(JobOptions.called(name) for name in asked.keys() - used):
-        raise InputError(
-            f"--mechanism looks at no data and no model: leave out {', '.join(unused)}"
-        )
-    if "n_public" not in asked:
-        raise InputError("--mechanism looks at no data, so it must be told --n-public")
-    settled = JobOptions(**asked)
-    config = Config.settle(
-        settled.privacy,
-        records=settled.n_public,  # type: ignore[arg-type]
-        batch_size=settled.batch_size,
-        epochs=settled.epochs,
-    )
-    return audit_mechanism(config, runs=runs)
+        raise InputError(f"{flag_of_audit} looks at no dataset: leave out {', '.join(unused)}")
+    options = JobOptions(**asked)
+    batch, epochs = options.batch_size, options.epochs
+    return Config.settle(options.privacy, records=records, batch_size=batch, epochs=epochs)
 
 
 def _show(found: Findings, as_json: bool) -> None:
