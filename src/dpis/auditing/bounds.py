@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import expit
-from scipy.stats import beta, binom
+from scipy.stats import beta, binom, norm
 
 from dpis.auditing.tradeoff import Curve, gaussian_deltas
 from dpis.errors import InputError
@@ -32,14 +33,14 @@ MOST = 100.0
 # ── many runs: one event ─────────────────────────────────────────────────────────────────────────────
 
 
-def least_probability(hits: Array | int, runs: int, error: float) -> Array:
+def least_probability(hits: Array | int, runs: int, error: float = FALSE_ALARM / 2) -> Array:
     """What the probability of an event is at least, but for a chance of ``error``."""
     hits = np.asarray(hits, dtype=np.float64)
     least: Array = np.where(hits > 0, beta.ppf(error, np.maximum(hits, 1), runs - hits + 1), 0.0)
     return least
 
 
-def most_probability(hits: Array | int, runs: int, error: float) -> Array:
+def most_probability(hits: Array | int, runs: int, error: float = FALSE_ALARM / 2) -> Array:
     """What the probability of an event is at most, but for a chance of ``error``."""
     hits = np.asarray(hits, dtype=np.float64)
     rest = np.maximum(runs - hits, 1)
@@ -67,25 +68,37 @@ class Threshold:
         return int((scores > self.value if self.above else scores < self.value).sum())
 
 
-def best_threshold(scores_in: Array, scores_out: Array, delta: float) -> Threshold:
-    """The event that would give the largest bound on these scores; to be tried on others."""
+CAUTION = 1e-4
+"""While an event is chosen: among many, rare ones look better than they are."""
+
+Worth = Callable[[Array, Array], Array]
+"""Of events, by their least probability in one world and their most in the other: the larger, the more they show."""
+
+
+def best_threshold(scores_in: Array, scores_out: Array, worth: Worth) -> Threshold:
+    """The event that shows most on these scores; to be tried on others."""
     if not len(scores_in) or not len(scores_out):
         return Threshold(math.inf, True)
-    both = np.sort(np.concatenate([scores_in, scores_out]))
-    places = np.unique(
-        np.concatenate([_tail_places(len(both)), len(both) - 1 - _tail_places(len(both))])
+    inside, outside = np.sort(scores_in), np.sort(scores_out)
+    both = np.sort(np.concatenate([inside, outside]))
+    places = _tail_places(len(both))
+    values = both[np.union1d(places, len(both) - 1 - places)]
+    n_in, n_out = len(inside), len(outside)
+    above = worth(
+        least_probability(n_in - _places(inside, values, "right"), n_in, CAUTION),
+        most_probability(n_out - _places(outside, values, "right"), n_out, CAUTION),
     )
-    values = both[places]
-    below_in = np.searchsorted(np.sort(scores_in), values, side="right")
-    below_out = np.searchsorted(np.sort(scores_out), values, side="right")
-    above_in, above_out = len(scores_in) - below_in, len(scores_out) - below_out
-    strict_in = np.searchsorted(np.sort(scores_in), values, side="left")
-    strict_out = np.searchsorted(np.sort(scores_out), values, side="left")
-    above = _bounds(above_in, len(scores_in), above_out, len(scores_out), delta)
-    below = _bounds(strict_out, len(scores_out), strict_in, len(scores_in), delta)
+    below = worth(
+        least_probability(_places(outside, values, "left"), n_out, CAUTION),
+        most_probability(_places(inside, values, "left"), n_in, CAUTION),
+    )
     if above.max() >= below.max():
         return Threshold(float(values[above.argmax()]), True)
     return Threshold(float(values[below.argmax()]), False)
+
+
+def _places(ascending: Array, values: Array, side: Literal["left", "right"]) -> Array:
+    return np.searchsorted(ascending, values, side=side).astype(np.float64)
 
 
 def _tail_places(count: int) -> NDArray[np.int64]:
@@ -94,37 +107,49 @@ def _tail_places(count: int) -> NDArray[np.int64]:
     return places
 
 
-def _bounds(likely: Array, runs: int, unlikely: Array, other_runs: int, delta: float) -> Array:
-    least = least_probability(likely, runs, FALSE_ALARM / 2)
-    most = most_probability(unlikely, other_runs, FALSE_ALARM / 2)
-    return epsilon_of_rates(least, most, delta)
-
-
 @dataclass(frozen=True)
-class EventBound:
-    """What one event showed.
+class Rates:
+    """How often one event occurs, in either world; both hold but for a chance of `FALSE_ALARM`.
 
     Attributes:
-        epsilon: at least, at the delta that was asked for.
         least: its probability in the world that makes it likelier, from below.
         most: in the other world, from above.
     """
 
-    epsilon: float
     least: float
     most: float
 
+    def epsilon(self, delta: float) -> float:
+        """At least."""
+        return float(epsilon_of_rates(np.array(self.least), np.array(self.most), delta))
 
-def bound_of_event(
-    event: Threshold, scores_in: Array, scores_out: Array, delta: float
-) -> EventBound:
-    """Epsilon at least, by an event that was chosen without looking at these scores."""
+    def refute(self, curve: Curve) -> bool:
+        """Whether no mechanism under this curve does so."""
+        return self.least > float(curve.true_positive_rate(self.most)[0])
+
+
+def rates_of(event: Threshold, scores_in: Array, scores_out: Array) -> Rates:
+    """Of an event that was chosen without looking at these scores."""
     if not len(scores_in) or not len(scores_out):
-        return EventBound(0.0, 0.0, 1.0)
+        return Rates(0.0, 1.0)
     likely, unlikely = (scores_in, scores_out) if event.above else (scores_out, scores_in)
-    least = least_probability(event.hits(likely), len(likely), FALSE_ALARM / 2)
-    most = most_probability(event.hits(unlikely), len(unlikely), FALSE_ALARM / 2)
-    return EventBound(float(epsilon_of_rates(least, most, delta)), float(least), float(most))
+    return Rates(
+        float(least_probability(event.hits(likely), len(likely))),
+        float(most_probability(event.hits(unlikely), len(unlikely))),
+    )
+
+
+def shift_over(curve: Curve) -> Worth:
+    """How far apart Gaussians with these probabilities lie, over how far the curve lets them: above 1 it is refuted."""
+
+    def worth(least: Array, most: Array) -> Array:
+        inner = np.clip(most, 1e-12, 1 - 1e-12)
+        allowed = norm.ppf(np.clip(curve.true_positive_rate(inner), 0, 1 - 1e-12)) - norm.ppf(inner)
+        found = norm.ppf(np.clip(least, 1e-12, 1 - 1e-12)) - norm.ppf(inner)
+        ratios: Array = np.where((least > 0) & (most < 1), found / np.maximum(allowed, 1e-9), 0.0)
+        return ratios
+
+    return worth
 
 
 # ── one run: many canaries, each in by a fair coin ───────────────────────────────────────────────────

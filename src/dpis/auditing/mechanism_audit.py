@@ -20,16 +20,18 @@ from torch import Tensor
 from dpis.accounting import Budget
 from dpis.auditing.bounds import (
     FALSE_ALARM,
-    EventBound,
+    Rates,
+    Worth,
     best_threshold,
-    bound_of_event,
+    epsilon_of_rates,
     gaussian_estimate,
+    rates_of,
+    shift_over,
 )
 from dpis.auditing.canaries import CANARY_NORM
 from dpis.auditing.findings import LOW_FALSE_POSITIVE_RATE, Findings, attack_points, drawn_curve
 from dpis.auditing.scaling import curve_of_plan, largest_epsilon_refuted
 from dpis.auditing.scores import Scored, log_ratio
-from dpis.auditing.tradeoff import Curve
 from dpis.errors import InputError
 from dpis.mechanism import Config, EventCounter, Mechanism, RunPlan, make_plan
 from dpis.randomness import Key
@@ -104,7 +106,7 @@ def audit_mechanism(
 
     Args:
         config: what is tried, with its claim.
-        runs: of the mechanism, half of them to choose the attack, half to try it.
+        runs: of the mechanism, a third of them to choose the attack, the rest to try it.
         delta: of the bound; by default the claimed one, or the least that so many runs can say much about.
         key: for tests; by default fresh.
 
@@ -120,7 +122,7 @@ def audit_mechanism(
     if runs < 100:
         raise InputError(f"an audit needs at least 100 runs, found {runs}")
     key = Key.fresh() if key is None else key
-    delta = max(plan.claim.delta, LEAST_EVENTS / runs) if delta is None else delta
+    delta = max(plan.claim.delta, min(LEAST_EVENTS / runs, 0.05)) if delta is None else delta
     parts = [
         mechanism_scores(plan, min(AT_ONCE, runs - begin), _child(key, begin))
         for begin in range(0, runs, AT_ONCE)
@@ -142,22 +144,26 @@ def _child(key: Key, number: int) -> Key:
 
 
 def findings_of_scores(attack: str, plan: RunPlan, seen: Scored, delta: float) -> Findings:
-    """Choose an event on half of the scores of each world, try it on the rest, and say what that shows."""
+    """Choose an event on a third of the scores of each world, try it on the rest, and say what that shows."""
     claim = plan.claim
     assert claim is not None
-    first_in, last_in = _halves(seen.with_canary)
-    first_out, last_out = _halves(seen.without)
-    event = best_threshold(first_in, first_out, delta)
-    shown = bound_of_event(event, last_in, last_out, delta)
+    first_in, last_in = _parts(seen.with_canary)
+    first_out, last_out = _parts(seen.without)
     curve = curve_of_plan(plan)
+
+    def rates(worth: Worth) -> Rates:
+        return rates_of(best_threshold(first_in, first_out, worth), last_in, last_out)
+
+    at_delta = rates(lambda least, most: epsilon_of_rates(least, most, delta))
+    by_curve = rates(shift_over(curve))
     return Findings(
         attack=attack,
         epsilon=claim.epsilon,
         delta=claim.delta,
-        bound=shown.epsilon,
+        bound=at_delta.epsilon(delta),
         bound_delta=delta,
         claim_at_bound_delta=_claimed(claim, curve.epsilon(delta), delta),
-        curve_bound=largest_epsilon_refuted(plan, lambda c: _violates(shown, c)),
+        curve_bound=largest_epsilon_refuted(plan, by_curve.refute),
         estimate=gaussian_estimate(seen.with_canary, seen.without, claim.delta),
         confidence=1 - FALSE_ALARM,
         canaries=len(seen.with_canary) + len(seen.without),
@@ -172,10 +178,6 @@ def _claimed(claim: Budget, by_curve: float, delta: float) -> float:
     return claim.epsilon if delta <= claim.delta else min(claim.epsilon, by_curve)
 
 
-def _violates(shown: EventBound, curve: Curve) -> bool:
-    return shown.least > float(curve.true_positive_rate(shown.most)[0])
-
-
-def _halves(scores: Array) -> tuple[Array, Array]:
-    middle = math.ceil(len(scores) / 2)
-    return scores[:middle], scores[middle:]
+def _parts(scores: Array) -> tuple[Array, Array]:
+    third = math.ceil(len(scores) / 3)
+    return scores[:third], scores[third:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dpis.accounting import Budget
 from dpis.auditing.bounds import (
@@ -40,14 +41,17 @@ class Strategy:
     @classmethod
     def of(cls, plan: RunPlan, canaries: int) -> Strategy:
         """The best for the ideal attacker of this plan."""
-        claim = _claimed(plan)
-        trials = ideal_scores(plan, canaries)
-        rule, ceiling = best_rule(trials, lambda guesses: one_run_bound(guesses, claim.delta))
-        curve_rule, curve_ceiling = best_rule(
-            trials, lambda guesses: curve_bound(plan, guesses) or 0.0
-        )
-        fixed = curve_bound(plan, Guesses(canaries, 0, 0)) is not None
-        return cls(rule, curve_rule, ceiling, curve_ceiling if fixed else None)
+        return _strategy(plan, canaries)
+
+
+@lru_cache(maxsize=8)
+def _strategy(plan: RunPlan, canaries: int) -> Strategy:
+    claim, trials = _claimed(plan), ideal_scores(plan, canaries)
+    rule, ceiling = best_rule(trials, lambda guesses: one_run_bound(guesses, claim.delta))
+    if curve_bound(plan, Guesses(canaries, 0, 0)) is None:
+        return Strategy(rule, rule, ceiling, None)
+    curve_rule, curve_ceiling = best_rule(trials, lambda g: curve_bound(plan, g) or 0.0)
+    return Strategy(rule, curve_rule, ceiling, curve_ceiling)
 
 
 def curve_bound(plan: RunPlan, guesses: Guesses) -> float | None:

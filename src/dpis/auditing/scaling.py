@@ -31,7 +31,7 @@ def curve_of_plan(plan: RunPlan) -> Curve:
     composition = composition_of_plan(plan)
     if composition is None:
         assert plan.claim is not None
-        return Curve.of_budget(plan.claim)
+        return Curve.of_claim(plan.claim.epsilon, plan.claim.delta)
     return _curve(composition)
 
 

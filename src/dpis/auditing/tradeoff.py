@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
 
-from dpis.accounting import Budget, Composition, Gaussian, PoissonGaussian
+from dpis.accounting import Composition, Gaussian, PoissonGaussian
 from dpis.accounting.pld import deltas_by_pld
 
 Array = NDArray[np.float64]
@@ -37,7 +37,7 @@ class Curve:
         deltas: upper bounds, descending.
 
     Example:
-        >>> curve = Curve.of_budget(Budget(epsilon=1.0, delta=0.0))
+        >>> curve = Curve.of_claim(epsilon=1.0, delta=0.0)
         >>> round(float(curve.true_positive_rate(0.1)), 4)
         0.2718
         >>> round(curve.advantage, 4)
@@ -48,10 +48,10 @@ class Curve:
     deltas: Array
 
     @classmethod
-    def of_budget(cls, budget: Budget) -> Curve:
+    def of_claim(cls, epsilon: float, delta: float) -> Curve:
         """Of one claim, and what it implies at epsilon 0."""
-        implied = (math.expm1(budget.epsilon) + 2 * budget.delta) / (math.exp(budget.epsilon) + 1)
-        return cls(np.array([0.0, budget.epsilon]), np.array([implied, budget.delta]))
+        implied = (math.expm1(epsilon) + 2 * delta) / (math.exp(epsilon) + 1)
+        return cls(np.array([0.0, epsilon]), np.array([implied, delta]))
 
     @classmethod
     def of_events(cls, composition: Composition, most: float = 100.0) -> Curve:

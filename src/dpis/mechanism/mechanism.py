@@ -260,7 +260,7 @@ class Mechanism:
     def _release_norm_sum(self, epoch: int, all_norms: Tensor | None) -> float:
         """``K'``, from all norms computed anew or as last seen."""
         if self.wants_all_norms:
-            own, found = self.own_records, 0 if all_norms is None else len(all_norms)
+            own, found = self.sampler.shards.records, 0 if all_norms is None else len(all_norms)
             if all_norms is None or found != len(own):
                 raise InputError(
                     "the norms of all records are required before an epoch whose noise is solved from their sum, found "
