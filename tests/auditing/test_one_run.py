@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpis
 from dpis.accounting import read_ledger, verify_ledger
 from dpis.auditing import Canaries, Findings
+from dpis.auditing.black_box import MislabelledCanaries
 from dpis.auditing.findings import in_words
 from dpis.auditing.ideal import Rule, ideal_scores
 from dpis.auditing.scores import Scored
@@ -25,6 +26,7 @@ from dpis.errors import InputError
 from dpis.mechanism import Contribution, EventCounter, Method, make_plan, noisy_update
 from dpis.noise import add_noise
 from dpis.randomness import Key
+from dpis.training.api import train_under
 from tests.auditing.attacks import config, less_noise
 from tests.mechanism.systems import PlainSums, released, rigged
 
@@ -193,3 +195,40 @@ def test_canaries_in_somebody_elses_loop() -> None:
     assert found.canaries == 10
     assert not found.refuted
     assert canaries.scored.with_canary.std() > 0
+
+
+# ── canaries that are inputs ─────────────────────────────────────────────────────────────────────────
+
+
+def test_mislabelled_canaries_are_found_where_nothing_protects_them(tmp_path: Path) -> None:
+    """A model that learns by heart, with next to no noise, tells all of them apart."""
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(40, 60, generator=generator), torch.randint(2, (40,), generator=generator)
+    )
+    planted = MislabelledCanaries(20, Key.from_seed(2))
+    privacy = dpis.Privacy(epsilon=50.0, delta=1e-2, n_public=40, clip_norm=10.0)
+    training = dpis.Training(epochs=60, batch_size=40, lr=0.5)
+    train_under(
+        planted,
+        nn.Linear(60, 2),
+        data,
+        LOSS,
+        privacy=privacy,
+        training=training,
+        seed=1,
+        out=tmp_path / "run",
+    )
+    seen = planted.scored
+    assert len(seen) == 20
+    assert seen.with_canary.mean() > seen.without.mean() + seen.without.std()
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl").header.audited
+
+
+def test_mislabelled_canaries_by_name(tmp_path: Path) -> None:
+    found = dpis.audit(nn.Linear(4, 2), DATA, LOSS, canaries=30, black_box=True, **OPTIONS)
+    assert found.attack == "black-box"
+    assert found.canaries == 30
+    assert not found.refuted
+    with pytest.raises(InputError, match="copies of records"):
+        dpis.audit(nn.Linear(4, 2), DATA, LOSS, canaries=61, black_box=True, **OPTIONS)

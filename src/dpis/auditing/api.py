@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from dpis.auditing.black_box import MislabelledCanaries
 from dpis.auditing.canaries import Canaries
 from dpis.auditing.findings import Findings
 from dpis.gradients.losses import Loss
@@ -21,6 +22,7 @@ def audit(
     loss: Loss | None = None,
     *,
     canaries: int = 1000,
+    black_box: bool = False,
     out: str | Path | None = None,
     **options: Any,
 ) -> Findings:
@@ -33,6 +35,7 @@ def audit(
         dataset: as for `dpis.train`.
         loss: as for `dpis.train`.
         canaries: how many; each takes part by a fair coin.
+        black_box: canaries are records with a wrong label, found by the losses of the released model: shows far less.
         out: the run's folder; by default none is kept.
         options: of `dpis.train`.
 
@@ -45,7 +48,7 @@ def audit(
         >>> found.bound <= found.epsilon, found.refuted
         (True, False)
     """
-    planted = Canaries(canaries)
+    planted = MislabelledCanaries(canaries) if black_box else Canaries(canaries)
     if out is None:
         with tempfile.TemporaryDirectory() as folder:
             train_under(planted, model, dataset, loss, out=Path(folder) / "run", **options)

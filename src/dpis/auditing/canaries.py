@@ -31,6 +31,7 @@ from dpis.noise import layout
 from dpis.options import Contribution
 from dpis.randomness import Key
 from dpis.sampling import Draw
+from dpis.training import Task
 
 Array = NDArray[np.float64]
 
@@ -48,12 +49,22 @@ class Canaries:
         mechanism: of the run they were planted in.
     """
 
+    attack = "white-box"
+
     def __init__(self, count: int) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"canaries must be a whole number from 1 on, found {count!r}")
         self.count = count
-        self.mechanism: CanaryMechanism | None = None
+        self.mechanism: Mechanism | None = None
         self._strategy: Strategy | None = None
+
+    def prepare(self, task: Task) -> None:
+        """Before the run is opened. These canaries are no rows of the dataset: nothing is to be done."""
+
+    def fix_strategy(self, plan: RunPlan) -> None:
+        """What will be guessed, before anything is drawn."""
+        if plan.claim is not None:
+            self._strategy = Strategy.of(plan, self.count)
 
     def __call__(
         self,
@@ -70,15 +81,16 @@ class Canaries:
             raise InputError(
                 "an audit runs in one process: canaries are planted behind all records"
             )
-        if plan.claim is not None:  # before anything is drawn
-            self._strategy = Strategy.of(plan, self.count)
+        self.fix_strategy(plan)
         self.mechanism = CanaryMechanism(self.count, plan, population, key, journal, ahead=ahead)
         return self.mechanism
 
     @property
     def scored(self) -> Scored:
         """Of the run, as far as it went."""
-        return self._planted.scored
+        if not isinstance(self.mechanism, CanaryMechanism):
+            raise InputError("the canaries were planted in no run")
+        return self.mechanism.scored
 
     def findings(self, accuracy: tuple[float, float] | None = None) -> Findings:
         """What the attack shows.
@@ -86,11 +98,10 @@ class Canaries:
         Args:
             accuracy: of the model that was audited, and of one without canaries.
         """
-        if self._planted.steps_left or self._strategy is None:
+        mechanism, strategy, scored = self.mechanism, self._strategy, self.scored
+        if mechanism is None or mechanism.steps_left or strategy is None:
             raise InputError("an audit looks at a whole run that claims something: finish it first")
-        return findings_of_canaries(
-            "white-box", self._planted.plan, self.scored, self._strategy, accuracy
-        )
+        return findings_of_canaries(self.attack, mechanism.plan, scored, strategy, accuracy)
 
     def written(self, folder: Path, accuracy: tuple[float, float] | None = None) -> Findings:
         """The same, left in the folder of the run."""
@@ -98,12 +109,6 @@ class Canaries:
         found = replace(self.findings(accuracy), notes=(note,))
         found.write(folder / FILE)
         return found
-
-    @property
-    def _planted(self) -> CanaryMechanism:
-        if self.mechanism is None:
-            raise InputError("the canaries were planted in no run")
-        return self.mechanism
 
 
 @dataclass(frozen=True, eq=False)

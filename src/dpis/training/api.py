@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,16 +21,17 @@ from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
 from dpis.group import Group, current_group, share_weights
-from dpis.mechanism import Config, Mechanism
+from dpis.mechanism import Config, Journal, Mechanism, RunPlan
 from dpis.mechanism.secret_state import shared_key
 from dpis.options import Method, Privacy, Training
+from dpis.randomness import Key
 from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
 from dpis.training.progress import ProgressBar, Reporter, Silent
 from dpis.training.records import Records
 from dpis.training.result import Result
-from dpis.training.run import MakeMechanism, Run, RunOptions
+from dpis.training.run import Run, RunOptions
 from dpis.training.task import Task
 from dpis.training.trainer import Trainer
 
@@ -94,7 +95,7 @@ def train(
         Budget(epsilon=2.0, delta=1e-05)
     """
     return train_under(
-        Mechanism,
+        None,
         model,
         dataset,
         loss,
@@ -113,8 +114,29 @@ def train(
     )
 
 
+class Audit(Protocol):
+    """Makes the mechanism that a run is audited under, and may plant records in its task before."""
+
+    def prepare(self, task: Task) -> None:
+        """Before the run is opened."""
+        ...
+
+    def __call__(
+        self,
+        plan: RunPlan,
+        population: int,
+        key: Key,
+        journal: Journal,
+        *,
+        ahead: bool = True,
+        group: Group | None = None,
+    ) -> Mechanism:
+        """As `Mechanism` is called."""
+        ...
+
+
 def train_under(
-    make_mechanism: MakeMechanism,
+    audit: Audit | None,
     model: nn.Module,
     dataset: Dataset[Any],
     loss: Loss | None = None,
@@ -132,7 +154,7 @@ def train_under(
     out: str | Path | None = None,
     resume: bool = False,
 ) -> Result:
-    """As `train`, under a mechanism that is made otherwise; if it is another than `Mechanism`, the run is an audit."""
+    """As `train`, under an audit if one is given."""
     privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
     privacy.refuse_unused(Method.parse(privacy.method))
     training = (training or Training()).adding(epochs=epochs, batch_size=batch_size, lr=lr)
@@ -164,7 +186,9 @@ def train_under(
     )
     if privacy.n_public is None and config.method.private and not resume and group.leads:
         warnings.warn(PublicCountWarning(), stacklevel=3)
-    run = _open(out, resume, config, records, seed, training.diagnostics, group, make_mechanism)
+    if audit is not None:
+        audit.prepare(task)
+    run = _open(out, resume, config, task.records, seed, training.diagnostics, group, audit)
     progress = training.progress
     reporter: Reporter = (
         progress if not isinstance(progress, bool) else ProgressBar() if progress else Silent()
@@ -218,7 +242,7 @@ def _open(
     seed: int | None,
     diagnostics: bool,
     group: Group,
-    make_mechanism: MakeMechanism,
+    audit: Audit | None,
 ) -> Run:
     if resume:
         if out is None:
@@ -239,11 +263,11 @@ def _open(
         diagnostics=diagnostics,
         batch_shaped=records.batch_shaped,
         user_level=records.user_ids is not None,
-        audited=make_mechanism is not Mechanism,
+        audited=audit is not None,
     )
     path = group.from_first(lambda: next_run_folder(Path("runs")) if out is None else Path(out))
     return Run.start(
-        path, config, len(records), shared_key(seed, group), options, group, make_mechanism
+        path, config, len(records), shared_key(seed, group), options, group, audit or Mechanism
     )
 
 

@@ -70,6 +70,14 @@ def audit(
             rich_help_panel=AUDIT,
         ),
     ] = 1000,
+    black_box: Annotated[
+        bool,
+        typer.Option(
+            "--black-box",
+            help="Canaries are records with a wrong label, found by the model's losses: shows far less.",
+            rich_help_panel=AUDIT,
+        ),
+    ] = False,
     compare: Annotated[
         bool,
         typer.Option(
@@ -89,20 +97,23 @@ def audit(
     elif mechanism:
         found = _of_mechanism(asked, runs or 1_000_000)
     else:
-        found = _of_run(asked, canaries, compare)
+        found = _of_run(asked, canaries, black_box, compare)
     _show(found, as_json)
 
 
-def _of_run(asked: dict[str, Any], canaries: int, compare: bool) -> Findings:
+def _of_run(asked: dict[str, Any], canaries: int, black_box: bool, compare: bool) -> Findings:
     from rich.console import Console
 
     from dpis.app.jobs.audits import audit_job
+    from dpis.auditing.black_box import MislabelledCanaries
+    from dpis.auditing.canaries import Canaries
     from dpis.training.interrupt import InterruptedRunError
     from dpis.training.progress import ProgressBar
 
     reporter = ProgressBar(Console(stderr=True))
+    planted = MislabelledCanaries(canaries) if black_box else Canaries(canaries)
     try:
-        return audit_job(JobOptions.from_json(asked), canaries, reporter, compare=compare)
+        return audit_job(JobOptions.from_json(asked), planted, reporter, compare=compare)
     except InterruptedRunError:
         raise InputError("interrupted: an audit is not resumed, start it anew") from None
 

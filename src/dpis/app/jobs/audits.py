@@ -17,17 +17,16 @@ from dpis.training.progress import Reporter
 
 
 def audit_job(
-    options: JobOptions, canaries: int, reporter: Reporter, *, compare: bool = True
+    options: JobOptions, planted: Canaries, reporter: Reporter, *, compare: bool = True
 ) -> Findings:
     """Train as the options say, with canaries among the records; leaves `audit.json` in the run's folder.
 
     Args:
         options: of the run.
-        canaries: how many are planted, each with a fair coin.
+        planted: the canaries, and their attack.
         reporter: who is told how it goes.
         compare: train without canaries, too, to say what they cost. That model is thrown away.
     """
-    planted = Canaries(canaries)
     audited = start_job(options, reporter, audit=planted).result
     accuracy = None
     if compare and "accuracy" in audited.metrics:

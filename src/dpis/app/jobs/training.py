@@ -41,11 +41,10 @@ from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.stored_rows import Column, RowsDataset, StackedRows, StoredRows, changed
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
-from dpis.training.api import OPTIMIZERS, to_device
+from dpis.training.api import OPTIMIZERS, Audit, to_device
 from dpis.training.evaluation import metrics_of
 from dpis.training.model_file import card_of
 from dpis.training.progress import Reporter
-from dpis.training.run import MakeMechanism
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def start_job(
     reporter: Reporter,
     *,
     keep_checkpoint: bool = False,
-    audit: MakeMechanism | None = None,
+    audit: Audit | None = None,
 ) -> JobResult:
     """Train as the options say, in a new folder; with an audit, under the mechanism that it makes."""
     key = Key.fresh() if options.seed is None else Key.from_seed(options.seed)
@@ -96,7 +95,7 @@ class _Job:
         reporter: Reporter,
         keep_checkpoint: bool,
         check_data: bool = False,
-        audit: MakeMechanism | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._options, self._key, self._audit = options, key, audit
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
@@ -118,7 +117,9 @@ class _Job:
         if resume is None:
             for note in (*source.look_through(), *_note_on_count(options.n_public, source)):
                 self._reporter.note(f"note (private, shown here only): {note}")
-        run = self._open(resume, config, source)
+        if self._audit is not None:
+            self._audit.prepare(task)
+        run = self._open(resume, config, source, len(task.records))
         if releases(options, source):  # the task above was a rehearsal, with made-up statistics
             del task  # its inputs are large
             try:
@@ -126,6 +127,8 @@ class _Job:
             except BaseException:
                 run.discard() if resume is None else run.close()
                 raise
+            if self._audit is not None:
+                self._audit.prepare(task)
         trainer = Trainer(
             run,
             task,
@@ -136,9 +139,11 @@ class _Job:
         result = trainer.train()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
-    def _open(self, resume: Path | None, config: Config, source: RecordSource) -> Run:
+    def _open(
+        self, resume: Path | None, config: Config, source: RecordSource, population: int
+    ) -> Run:
         if resume is not None:
-            return Run.resume(resume, source.population)
+            return Run.resume(resume, population)
         options = self._options
         recipe = {
             "job": options.as_json(),
@@ -152,10 +157,8 @@ class _Job:
             audited=self._audit is not None,
             recipe=recipe,
         )
-        make = Mechanism if self._audit is None else self._audit
-        return Run.start(
-            path, config, source.population, self._key, run_options, make_mechanism=make
-        )
+        make = self._audit or Mechanism
+        return Run.start(path, config, population, self._key, run_options, make_mechanism=make)
 
     def _task(
         self, source: RecordSource, kind: ModelKind, config: Config, mechanism: Mechanism | None
