@@ -29,6 +29,7 @@ LAYERS = (
     {"models"},
     {"mechanism"},
     {"training", "dropin"},
+    {"auditing"},
     {"app", "distributed"},
 )
 """Rooms from the ground up: packages, or modules beside them. Those of one layer do not know each other."""

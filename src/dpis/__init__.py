@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dpis.auditing.api import audit as audit
     from dpis.coupling.forbidden_layers import fix as fix
     from dpis.dropin import BatchMemoryManager as BatchMemoryManager
     from dpis.dropin import ModuleValidator as ModuleValidator
@@ -24,6 +25,7 @@ _HOMES = {
     "PrivacyEngine": "dpis.dropin",
     "Training": "dpis.options",
     "UnsupportedModuleError": "dpis.dropin",
+    "audit": "dpis.auditing.api",
     "fix": "dpis.coupling.forbidden_layers",
     "train": "dpis.training",
 }
@@ -36,6 +38,7 @@ __all__ = [
     "Training",
     "UnsupportedModuleError",
     "__version__",
+    "audit",
     "fix",
     "train",
 ]

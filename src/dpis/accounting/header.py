@@ -72,6 +72,8 @@ class Header:
     """A fixed seed makes the randomness reproducible, so the claim does not hold: not for release."""
     diagnostics: bool = False
     """Private values were shown to the operator: not for release."""
+    audited: bool = False
+    """Canaries were planted among the records, and whoever planted them can find them: not for release."""
     norms: Norms = Norms.FIXED_SHAPE
     """Rule 19: whether the rounding of a norm can depend on other records."""
     unit: Unit = Unit.RECORD

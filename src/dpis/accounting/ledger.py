@@ -82,8 +82,12 @@ class Ledger:
 
 
 def header_body(header: Header) -> dict[str, Any]:
-    """The header as a JSON object. One shard goes without saying: so ledgers from before there were several read on."""
+    """The header as a JSON object.
+
+    One shard, and no audit, go without saying: so ledgers from before there were any read on.
+    """
     shards = {} if header.shards == 1 else {"shards": header.shards}
+    audited = {"audited": True} if header.audited else {}
     return {
         "type": "header",
         "format": FORMAT,
@@ -103,6 +107,7 @@ def header_body(header: Header) -> dict[str, Any]:
         "norms": header.norms.value,
         "unit": header.unit.value,
         **shards,
+        **audited,
     }
 
 
@@ -140,6 +145,7 @@ def _header_of(body: Mapping[str, Any]) -> Header:
         norms=Norms(body["norms"]),
         unit=Unit(body["unit"]),
         shards=int(body.get("shards", 1)),
+        audited=bool(body.get("audited", False)),
     )
 
 

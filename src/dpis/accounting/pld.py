@@ -67,12 +67,36 @@ def epsilon_by_pld(
         An upper bound on epsilon, at least 0; ``inf`` where none could be established.
     """
     asked = delta_to_ask_for(delta, composition.events)
+    epsilon = float(_composed(composition, delta, interval).get_epsilon_for_delta(asked))
+    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+
+
+def deltas_by_pld(
+    composition: Composition, epsilons: Array, least_delta: float, interval: float
+) -> Array:
+    """Delta at each epsilon, an upper bound, the worse of add and remove.
+
+    Args:
+        composition: Events fixed before the data is touched.
+        epsilons: From 0.
+        least_delta: What is below does not matter.
+        interval: Discretisation of privacy loss.
+    """
+    total = _composed(composition, least_delta, interval)
+    hidden = composition.events * ROUNDING_OF_ONE_COMPOSITION
+    deltas: Array = np.asarray(total.get_delta_for_epsilon(epsilons), dtype=np.float64) + hidden
+    return deltas
+
+
+def _composed(
+    composition: Composition, delta: float, interval: float
+) -> privacy_loss_distribution.PrivacyLossDistribution:
+    """Of all events; a small part of ``delta`` is cut off and counts as an infinite loss."""
     log_tail = math.log(TRUNCATED_SHARE * delta / max(1, composition.events))
     total = privacy_loss_distribution.identity(value_discretization_interval=interval)
     for event, count in composition:
         total = total.compose(_distribution(event, count, interval, log_tail))
-    epsilon = float(total.get_epsilon_for_delta(asked))
-    return math.inf if math.isnan(epsilon) else max(0.0, epsilon)
+    return total
 
 
 def _distribution(

@@ -59,7 +59,11 @@ class Verdict:
     def not_for_release(self) -> tuple[str, ...]:
         """Reasons why the model must not leave the house although the numbers are right."""
         header = self.ledger.header
-        flags = {"seeded": header.seeded, "diagnostics": header.diagnostics}
+        flags = {
+            "seeded": header.seeded,
+            "diagnostics": header.diagnostics,
+            "audit": header.audited,
+        }
         return tuple(name for name, set_ in flags.items() if set_)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dpis import __version__
+from dpis.app.commands.audit import audit
 from dpis.app.commands.data import data
 from dpis.app.commands.flags import GroupedCommand
 from dpis.app.commands.plan import plan
@@ -37,6 +38,7 @@ app.command()(predict)
 app.command()(report)
 app.command(cls=GroupedCommand)(plan)
 app.command()(verify)
+app.command(cls=GroupedCommand)(audit)
 app.add_typer(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import nn
@@ -62,7 +63,15 @@ class PrivacyEngine:
             raise InputError(f"accountant must be prv, rdp, gdp or pld, found {accountant!r}")
         del secure_mode
         self.accountant = SpentSoFar()
+        self._make_mechanism: Callable[..., Mechanism] = Mechanism
         self._runs: list[PrivateRun] = []
+
+    def plant(self, canaries: Callable[..., Mechanism]) -> None:
+        """Audit the loops that are made private from now on; `dpis.auditing.Canaries` says what leaked.
+
+        Models trained like this are not for release: canaries cost accuracy, and who planted them can find them.
+        """
+        self._make_mechanism = canaries
 
     # ── making private ───────────────────────────────────────────────────────────────────────────────
 
@@ -152,7 +161,7 @@ class PrivacyEngine:
         group.require_same((str(plan), population), "arguments and dataset")
         share_weights(inner(module), group)
         key, journal = shared_key(request.seed, group), self.accountant.journal_for(plan)
-        mechanism = Mechanism(plan, population, key, journal, ahead=False, group=group)
+        mechanism = self._make_mechanism(plan, population, key, journal, ahead=False, group=group)
         session = Session(mechanism, gradients, mean=mean, as_delivered=request.inputs_as_delivered)
         private = PrivateModule(module, session), PrivateOptimizer(optimizer, module, session)
         private_loader = PrivateLoader(loader, session, plan.workload.steps_per_epoch)

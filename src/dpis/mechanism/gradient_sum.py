@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from dpis.gradients.sharded_sums import (
         ShardedSums,  # which imports what shards, for half a second
     )
+
+
+class Weighable(Protocol):
+    """Gradients of some records, as `dpis.gradients.Tape` has them: all that a mechanism asks of them."""
+
+    def norms(self) -> Tensor:
+        """Of every record."""
+        ...
+
+    def weighted_sums(self, weights: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """``Σ_i weights_i grad_i``, parameter by parameter, each in memory of its own."""
+        ...
 
 
 class GradientSum:

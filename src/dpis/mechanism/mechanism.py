@@ -23,10 +23,9 @@ from dpis.accounting import Cadence, Entry, Event, Gaussian, Terms
 from dpis.accounting.events import event_from_json, event_to_json
 from dpis.accounting.workload import COUNT, NORM_SUM
 from dpis.errors import BudgetExceededError, InputError
-from dpis.gradients.tape import Tape
 from dpis.group import Alone, Group
 from dpis.mechanism.contribution import contribution_weights
-from dpis.mechanism.gradient_sum import GradientSum
+from dpis.mechanism.gradient_sum import GradientSum, Weighable
 from dpis.mechanism.journal import Journal
 from dpis.mechanism.noisy_update import Noise, noisy_slices, noisy_statistic, noisy_update
 from dpis.mechanism.run_plan import RunPlan, bounded_count
@@ -273,7 +272,7 @@ class Mechanism:
     def _release_norm_sum(self, epoch: int, all_norms: Tensor | None) -> float:
         """``K'``, from all norms computed anew or as last seen."""
         if self.wants_all_norms:
-            own, found = self.own_records, 0 if all_norms is None else len(all_norms)
+            own, found = self.sampler.shards.records, 0 if all_norms is None else len(all_norms)
             if all_norms is None or found != len(own):
                 raise InputError(
                     "the norms of all records are required before an epoch whose noise is solved from their sum, found "
@@ -346,7 +345,7 @@ class Mechanism:
         coins = self._key.coins("accept", self.step)
         return coins.take(shards.numbers, shards.counts(draw.indices.numpy()))
 
-    def add(self, total: GradientSum, tape: Tape) -> None:
+    def add(self, total: GradientSum, tape: Weighable) -> None:
         """Norms, weights, weighted sum: the next records of the draw, by their per-example gradients."""
         norms = tape.norms()
         total.add(norms, tape.weighted_sums(self._weights(total, norms)))

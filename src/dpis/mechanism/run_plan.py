@@ -77,6 +77,7 @@ class RunPlan:
         versions: Mapping[str, str],
         seeded: bool,
         diagnostics: bool,
+        audited: bool = False,
         norms_batch_shaped: bool = False,
         user_level: bool = False,
     ) -> Header:
@@ -86,6 +87,7 @@ class RunPlan:
             versions=versions,
             seeded=seeded,
             diagnostics=diagnostics,
+            audited=audited,
             norms=Norms.BATCH_SHAPED if norms_batch_shaped else Norms.FIXED_SHAPE,
             unit=Unit.USER if user_level else Unit.RECORD,
             shards=self.config.shards,

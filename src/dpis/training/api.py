@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from dpis.errors import InputError, PublicCountWarning
 from dpis.features.augment import Augmentation
 from dpis.gradients.losses import Loss
 from dpis.group import Group, current_group, share_weights, warn
-from dpis.mechanism import Config
+from dpis.mechanism import Config, Journal, Mechanism, RunPlan
 from dpis.mechanism.secret_state import shared_key
 from dpis.options import Method, Privacy, Training
+from dpis.randomness import Key
 from dpis.runs.folder import next_run_folder
 from dpis.training.averaging import WeightAverage
 from dpis.training.evaluation import METRICS, HeldOut, Metric, correct, require_numbers
@@ -92,6 +93,67 @@ def train(
         >>> result.claim
         Budget(epsilon=2.0, delta=1e-05)
     """
+    return train_under(
+        None,
+        model,
+        dataset,
+        loss,
+        epsilon=epsilon,
+        delta=delta,
+        n_public=n_public,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=lr,
+        privacy=privacy,
+        training=training,
+        held_out=held_out,
+        seed=seed,
+        out=out,
+        resume=resume,
+    )
+
+
+class Audit(Protocol):
+    """Makes the mechanism that a run is audited under, and may plant records in its task before."""
+
+    def prepare(self, task: Task) -> None:
+        """Before the run is opened."""
+        ...
+
+    def __call__(
+        self,
+        plan: RunPlan,
+        population: int,
+        key: Key,
+        journal: Journal,
+        *,
+        ahead: bool = True,
+        group: Group | None = None,
+    ) -> Mechanism:
+        """As `Mechanism` is called."""
+        ...
+
+
+def train_under(
+    audit: Audit | None,
+    model: nn.Module,
+    dataset: Dataset[Any],
+    loss: Loss | None = None,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    n_public: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    lr: float | None = None,
+    privacy: Privacy | None = None,
+    training: Training | None = None,
+    held_out: Dataset[Any] | None = None,
+    seed: int | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+) -> Result:
+    """As `train`, under an audit if one is given."""
     group = current_group()
     with group.together():
         privacy = (privacy or Privacy()).adding(epsilon=epsilon, delta=delta, n_public=n_public)
@@ -110,7 +172,7 @@ def train(
         optimizer = _optimizer(training, model)
         measured = _held_out(held_out, training, loss)
     if privacy.n_public is None and config.method.private and not resume:
-        warn(PublicCountWarning(), stacklevel=2)
+        warn(PublicCountWarning(), stacklevel=3)
     with group.stopping():
         share_weights(model, group)
         task = Task(
@@ -126,7 +188,9 @@ def train(
             early_stop=training.early_stop,
             physical_batch=training.physical_batch,
         )
-        run = _open(out, resume, config, records, seed, training.diagnostics, group)
+        if audit is not None:
+            audit.prepare(task)
+        run = _open(out, resume, config, task.records, seed, training.diagnostics, group, audit)
         return Trainer(
             run,
             task,
@@ -182,6 +246,7 @@ def _open(
     seed: int | None,
     diagnostics: bool,
     group: Group,
+    audit: Audit | None,
 ) -> Run:
     if resume:
         if out is None:
@@ -202,9 +267,12 @@ def _open(
         diagnostics=diagnostics,
         batch_shaped=records.batch_shaped,
         user_level=records.user_ids is not None,
+        audited=audit is not None,
     )
     path = group.from_first(lambda: next_run_folder(Path("runs")) if out is None else Path(out))
-    return Run.start(path, config, len(records), shared_key(seed, group), options, group)
+    return Run.start(
+        path, config, len(records), shared_key(seed, group), options, group, audit or Mechanism
+    )
 
 
 def _differences(before: Config, now: Config) -> list[str]:

@@ -51,7 +51,11 @@ def summary_of(
     diagnostics: Diagnostics | None,
 ) -> Summary:
     """Of a run whose model has just been written."""
-    marks = {"seeded": run.key.seeded, "diagnostics": run.options.diagnostics}
+    marks = {
+        "seeded": run.key.seeded,
+        "diagnostics": run.options.diagnostics,
+        "audit": run.options.audited,
+    }
     return Summary(
         method=run.config.method.value,
         claim=_claim(run),

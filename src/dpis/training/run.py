@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ from dpis.randomness import Key
 from dpis.runs.folder import FolderLock, RunFolder
 from dpis.runs.summary import versions
 
+MakeMechanism = Callable[..., Mechanism]
+"""Called as `Mechanism` is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
@@ -44,12 +47,14 @@ class RunOptions:
         diagnostics: show private values to the operator; marks the run as not for release.
         batch_shaped: the shapes of rows follow the batch; the ledger says so.
         user_level: a record is a user with all of their rows; the ledger says so.
+        audited: canaries are planted among the records; marks the run as not for release.
         recipe: whatever the caller needs to build model and data again on resume; public values.
     """
 
     diagnostics: bool = False
     batch_shaped: bool = False
     user_level: bool = False
+    audited: bool = False
     recipe: Mapping[str, Any] | None = None
 
 
@@ -81,6 +86,7 @@ class Run:
         fresh: bool,
         training: dict[str, Any] | None = None,
         own: Mapping[str, Tensor] | None = None,
+        make_mechanism: MakeMechanism = Mechanism,
     ) -> None:
         self.folder, self.config, self.key, self.options = folder, config, key, options
         self.training, self.own, self.fresh, self.group = training, own or {}, fresh, group
@@ -89,13 +95,14 @@ class Run:
         first: list[Entry] = []
         if config.release_n and plan.privacy.adapts:
             # What the plan is made from is known before the ledger can be begun; it is used only afterwards.
-            noisy = Mechanism(plan, population, key, EventCounter(), group=group).release_count()
+            first_of_all = make_mechanism(plan, population, key, EventCounter(), group=group)
+            noisy = first_of_all.release_count()
             plan, first = (
                 plan_with_count(plan, noisy),
                 [Entry(COUNT, plan.privacy.release(COUNT).event)],
             )
         self._journal = self._journal_of_group(plan, first)
-        self.mechanism = Mechanism(plan, population, key, self._journal, group=group)
+        self.mechanism = make_mechanism(plan, population, key, self._journal, group=group)
         if config.release_n:
             self.mechanism.release_count()
 
@@ -108,6 +115,7 @@ class Run:
         key: Key,
         options: RunOptions,
         group: Group | None = None,
+        make_mechanism: MakeMechanism = Mechanism,
     ) -> Run:
         """Make the folder, the secret and the ledger, in this order.
 
@@ -118,6 +126,7 @@ class Run:
             key: fresh, unless for tests and research; the same on every rank.
             options: what was chosen beside the config.
             group: the processes of the run; all of them call this.
+            make_mechanism: called as `Mechanism` is; what it makes may hide records from the loop.
 
         Raises:
             InputError: the config cannot be honoured or the folder cannot be used; nothing was written.
@@ -134,7 +143,17 @@ class Run:
         try:
             group.from_first(begin)
             lock = locks[0] if locks else None
-            return cls(folder, lock, config, key, options, population, group=group, fresh=True)
+            return cls(
+                folder,
+                lock,
+                config,
+                key,
+                options,
+                population,
+                group=group,
+                fresh=True,
+                make_mechanism=make_mechanism,
+            )
         except Exception:
             if locks:
                 folder.remove()
@@ -160,6 +179,11 @@ class Run:
                 key = Key(state["key"], state["seed"])
                 config = config_from_json(state["config"])
                 options = RunOptions(**state["options"])
+                if options.audited:
+                    raise InputError(
+                        f"{path} is an audit, and what the attack has seen so far is in no checkpoint: audit again, in "
+                        "another folder"
+                    )
             return cls(
                 folder,
                 locks[0] if locks else None,
@@ -224,6 +248,7 @@ class Run:
             versions=versions(),
             seeded=self.key.seeded,
             diagnostics=self.options.diagnostics,
+            audited=self.options.audited,
             norms_batch_shaped=self.options.batch_shaped or plan.too_small_to_fill,
             user_level=self.options.user_level,
         )

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -413,7 +413,7 @@ class Trainer:
     def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """A fingerprint of the data; what lies in files that are as they were is not read again."""
         known = {} if state is None or self._check_data else state["data"]["known"]
-        shards = self._mechanism.sampler.shards
+        shards = replace(self._mechanism.sampler.shards, population=len(self.task.records))
         seen = DataFingerprint(self.task.records, self.run.key, shards, known)
         with self._group.together():
             own = seen.own_digests()

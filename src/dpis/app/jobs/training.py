@@ -42,7 +42,7 @@ from dpis.randomness import Key
 from dpis.runs.folder import RunFolder, next_run_folder
 from dpis.stored_rows import Column, RowsDataset, StackedRows, StoredRows, changed
 from dpis.training import HeldOut, Records, Result, Run, RunOptions, Task, Trainer, WeightAverage
-from dpis.training.api import OPTIMIZERS, to_device
+from dpis.training.api import OPTIMIZERS, Audit, to_device
 from dpis.training.evaluation import metrics_of
 from dpis.training.model_file import card_of
 from dpis.training.progress import Reporter
@@ -65,6 +65,7 @@ def start_job(
     *,
     keep_checkpoint: bool = False,
     group: Group | None = None,
+    audit: Audit | None = None,
 ) -> JobResult:
     """Train as the options say, in a new folder.
 
@@ -73,11 +74,12 @@ def start_job(
         reporter: of rank 0.
         keep_checkpoint: leave the secret checkpoint in the folder after completion.
         group: the processes that train together; all of them call this.
+        audit: makes the mechanism, and plants records.
     """
     group = group or Alone()
     group.require_same(options.as_json(), "options")
     key = shared_key(options.seed, group)
-    return _Job(options, key, reporter, keep_checkpoint, group).run(resume=None)
+    return _Job(options, key, reporter, keep_checkpoint, group, audit=audit).run(resume=None)
 
 
 def resume_job(
@@ -113,8 +115,10 @@ class _Job:
         keep_checkpoint: bool,
         group: Group,
         check_data: bool = False,
+        audit: Audit | None = None,
     ) -> None:
         self._options, self._key, self._group = options, key, group
+        self._audit = audit
         self._reporter, self._keep_checkpoint = reporter, keep_checkpoint
         self._check_data = check_data
         self._device = to_device(options.device)
@@ -139,7 +143,9 @@ class _Job:
         if resume is None and self._group.leads:
             for note in (*source.look_through(), *_note_on_count(options.n_public, source)):
                 self._reporter.note(f"note (private, shown here only): {note}")
-        run = self._open(resume, config, source)
+        if self._audit is not None:
+            self._audit.prepare(task)
+        run = self._open(resume, config, source, len(task.records))
         if releases(options, source):  # the task above was a rehearsal, with made-up statistics
             del task  # its inputs are large
             try:
@@ -147,6 +153,8 @@ class _Job:
             except BaseException:
                 run.discard() if resume is None else run.close()
                 raise
+            if self._audit is not None:
+                self._audit.prepare(task)
         trainer = Trainer(
             run,
             task,
@@ -157,9 +165,11 @@ class _Job:
         result = trainer.train()
         return JobResult(result, options, source.held_out, time.monotonic() - began)
 
-    def _open(self, resume: Path | None, config: Config, source: RecordSource) -> Run:
+    def _open(
+        self, resume: Path | None, config: Config, source: RecordSource, population: int
+    ) -> Run:
         if resume is not None:
-            return Run.resume(resume, source.population, self._group)
+            return Run.resume(resume, population, self._group)
         options = self._options
         recipe = {
             "job": options.as_json(),
@@ -171,9 +181,13 @@ class _Job:
             lambda: next_run_folder(Path("runs")) if out is None else Path(out)
         )
         run_options = RunOptions(
-            diagnostics=options.diagnostics, user_level=source.user_level, recipe=recipe
+            diagnostics=options.diagnostics,
+            user_level=source.user_level,
+            audited=self._audit is not None,
+            recipe=recipe,
         )
-        return Run.start(path, config, source.population, self._key, run_options, self._group)
+        make = self._audit or Mechanism
+        return Run.start(path, config, population, self._key, run_options, self._group, make)
 
     def _task(
         self, source: RecordSource, kind: ModelKind, config: Config, mechanism: Mechanism | None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpis.accounting import Verdict, verify_ledger
+from dpis.auditing.findings import FILE, Findings
 from dpis.errors import BrokenLedgerError
 from dpis.runs.folder import RunFolder
 from dpis.runs.summary import read_summary
@@ -22,12 +23,14 @@ class RunReport:
         summary: as written by the run; nothing in it is believed about the guarantee.
         verdict: what the ledger proves; None if there is none (`sgd`), or if it contradicts itself.
         problem: why the claim does not hold; None if it does, or if nothing is claimed.
+        audit: what an attack on this run found; None if it was not audited.
     """
 
     folder: Path
     summary: Mapping[str, Any]
     verdict: Verdict | None
     problem: str | None
+    audit: Findings | None = None
 
     @property
     def private(self) -> bool:
@@ -60,7 +63,13 @@ def read_run(folder: Path) -> RunReport:
         verdict = verify_ledger(files.ledger, files.model)
     except BrokenLedgerError as error:
         return RunReport(folder, summary, None, str(error))
-    return RunReport(folder, summary, verdict, verdict.problem or _contradiction(summary, verdict))
+    problem = verdict.problem or _contradiction(summary, verdict)
+    return RunReport(folder, summary, verdict, problem, _audit(folder))
+
+
+def _audit(folder: Path) -> Findings | None:
+    path = folder / FILE
+    return Findings.read(path) if path.is_file() else None
 
 
 def _contradiction(summary: Mapping[str, Any], verdict: Verdict) -> str | None:

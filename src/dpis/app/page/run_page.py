@@ -13,6 +13,7 @@ from dpis.app.jobs.job_options import JobOptions
 from dpis.app.page import sentences
 from dpis.app.page.charts import Chart, Series, figures, over_epochs
 from dpis.app.page.markup import Child, Markup, join, tag
+from dpis.app.page.membership import membership
 from dpis.app.page.page import box, bullets, facts, page, section
 from dpis.app.page.run_files import RunReport
 from dpis.options import knobs
@@ -30,6 +31,7 @@ def render_run(run: RunReport) -> str:
         tag("p", *_lead(run, measured_on), class_="lead"),
         *_verdict(run),
         section("The guarantee", *_guarantee(run)),
+        section("What an attacker could tell", *membership(run)),
         section("Over the epochs", *_charts(run)),
         section("Settings", *_settings(run)),
         section("Files", *_files(run)),
@@ -237,6 +239,7 @@ def _files(run: RunReport) -> Iterator[Markup]:
         "model.py": "loads them with plain PyTorch",
         "ledger.jsonl": "every release, one a line",
         "summary.json": "settings, claim and results",
+        "audit.json": "what an attack found",
     }
     present = [(name, what) for name, what in described.items() if (run.folder / name).is_file()]
     yield facts([(tag("code", name), what) for name, what in present], "Files")

@@ -12,6 +12,7 @@ NOT_PRIVATE = (
 _MARKS = {
     "seeded": "its randomness came from a known seed",
     "diagnostics": "it showed private values (diagnostics)",
+    "audit": "canaries were planted among its records (audit)",
 }
 
 
