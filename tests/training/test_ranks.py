@@ -200,3 +200,49 @@ def _size(rank: int) -> int:
 
     assert dpis.train is not None
     return current_group().size
+
+
+# ── who stops between two words ──────────────────────────────────────────────────────────────────────
+
+
+def _loses_its_terminal(rank: int, folder: Path) -> None:
+    fit(folder, mlp(), progress=crash_at(2))
+
+
+def _steps_fail(rank: int, folder: Path) -> None:
+    def broken(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(_fails_on_rank_1)
+        return optimizer
+
+    fit(folder, mlp(), optimizer=broken)
+
+
+def _fails_on_rank_1(*_: object) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no space left")
+
+
+def _does_not_see_the_folder(rank: int, folder: Path) -> None:
+    if rank == 1:
+        seen = Path.is_dir
+        Path.is_dir = lambda path: ".parts-" not in path.name and seen(path)  # type: ignore[method-assign,assignment]
+    fit(folder, mlp())
+
+
+@pytest.mark.parametrize(
+    ("train", "rank", "cause"),
+    [
+        (_loses_its_terminal, 0, ""),
+        (_steps_fail, 1, "no space left"),
+        (_does_not_see_the_folder, 1, "does not see"),
+    ],
+    ids=["reporter", "optimizer", "storage"],
+)
+def test_a_failure_of_one_rank_is_told_by_the_other(
+    train: Any, rank: int, cause: str, tmp_path: Path
+) -> None:
+    told = [words for _, words in outcomes_on_ranks(2, train, tmp_path / "run", seconds=20)]
+    assert cause in told[rank]
+    assert f"rank {rank} stopped: " in told[1 - rank]
+    assert cause in told[1 - rank]

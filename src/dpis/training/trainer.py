@@ -185,8 +185,8 @@ class Trainer:
 
     def _agreed(self, *wishes: bool) -> list[bool]:
         """What any rank wishes for, all of them do."""
-        of_ranks = self._group.numbers(*map(int, wishes))
-        return [any(same) for same in zip(*of_ranks, strict=True)]
+        of_ranks = self._group.answers(sum(wish << place for place, wish in enumerate(wishes)))
+        return [any(one >> place & 1 for one in of_ranks) for place in range(len(wishes))]
 
     def _step(self) -> None:
         """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
