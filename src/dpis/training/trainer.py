@@ -21,11 +21,12 @@ from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
+from dpis.mechanism.fingerprint import Fingerprint, require_same_data
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.sharded_state import put_together
 from dpis.runs.folder import Replacement, write_whole
 from dpis.sampling import Draw
-from dpis.training.data_fingerprint import DataFingerprint, Fingerprint
+from dpis.training.data_fingerprint import DataFingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import (
@@ -407,8 +408,10 @@ class Trainer:
     def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """A fingerprint of the data; what lies in files that are as they were is not read again."""
         known = {} if state is None or self._check_data else state["data"]["known"]
-        shards = self._mechanism.sampler.shards
-        seen = DataFingerprint(self.task.records, self.run.key, shards, known)
+        shards, records = self._mechanism.sampler.shards, self.task.records
+        looks = DataFingerprint(records, self.run.key, shards)
+        require_same_data(lambda i: looks.chunk_digest(range(i, i + 1)), len(records), self._group)
+        seen = DataFingerprint(records, self.run.key, shards, known)
         with self._group.together():
             own = seen.own_digests()
         of_ranks = self._group.gathered((own, seen.known))
