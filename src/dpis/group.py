@@ -247,8 +247,9 @@ class Ranks(Group):
         if len(set(told)) > 1:
             self.stopped = True
             raise RankError(
-                "the processes hold different noise multipliers or clip norms: a part of the update would have less "
-                f"noise than another was charged for. Set them on every process, not on one. {HOW_TO_GO_ON}"
+                "the processes hold different noise multipliers or clip norms, or train different parameters: a part "
+                "of the update would have less noise than another was charged for, or be added to the wrong weights. "
+                f"Set, freeze and thaw on every process, not on one. {HOW_TO_GO_ON}"
             )
 
     def answers(self, number: int) -> Sequence[int]:

@@ -212,6 +212,17 @@ def _other_noise(rank: int) -> None:
     loop.train()
 
 
+def _freezes(rank: int) -> None:
+    model = mlp()
+    for parameter in model[2 * rank].parameters() if rank else ():
+        parameter.requires_grad_(False)
+    private(model, optimizer=lambda _: torch.optim.SGD(_trained_of(model), lr=0.1)).train()
+
+
+def _trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _skips_a_batch(rank: int) -> None:
     loop = private()
     for number, (inputs, targets) in enumerate(loop.loader):
@@ -228,10 +239,11 @@ def _bad_options(rank: int) -> None:
     ("misuse", "told_by_0"),
     [
         (_leaves_early, "different places"),
-        (_other_records, "another on rank 1 than on rank 0"),
-        (_other_seed, "the same seed, found another on rank 1"),
-        (_other_model, "the same model, found another on rank 1"),
+        (_other_records, "rank 1 has another than rank 0: arguments and dataset"),
+        (_other_seed, "rank 1 has another than rank 0: seed"),
+        (_other_model, "rank 1 has another than rank 0: model"),
         (_other_noise, "different noise multipliers"),
+        (_freezes, "train different parameters"),
         (_skips_a_batch, "rank 1 stopped: the next batch was taken before"),
         (_bad_options, "rank 1 stopped: "),
     ],

@@ -393,7 +393,7 @@ class Session:
             step = self._whole_step()
         if step is None:
             return None
-        mechanism.require_same_terms(step.sum.draw)
+        mechanism.require_same_terms(step.sum)
         update = mechanism.release_sum(step.sum)
         self._forget_draw()
         return update if self._rules.mean else self._as_sum(update)
