@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dpis
+from dpis.errors import LedgerError
 from tests.ranks import on_ranks, outcomes_on_ranks
 
 from .toys import N, assert_verifies, crash_at, fit, ledger, linear, mlp, points, released
@@ -246,3 +247,20 @@ def test_a_failure_of_one_rank_is_told_by_the_other(
     assert cause in told[rank]
     assert f"rank {rank} stopped: " in told[1 - rank]
     assert cause in told[1 - rank]
+
+
+def _adapts(rank: int, folder: Path, **more: Any) -> None:
+    fit(folder, mlp(dropout=0.3), epochs=3, **RUNS["adaptive"], **more)
+
+
+def _adapts_and_crashes(rank: int, folder: Path) -> None:
+    _adapts(rank, folder, progress=crash_at(6))
+
+
+def test_a_norm_sum_under_other_masks_does_not_show_beside_the_first(tmp_path: Path) -> None:
+    """It has the same noise: what it came to must not be read from an error."""
+    outcomes_on_ranks(2, _adapts_and_crashes, tmp_path / "run")
+    with pytest.raises(LedgerError, match="as many processes as it had") as refused:
+        _adapts(0, tmp_path / "run", resume=True)
+    numbers = [part for part in str(refused.value).split() if "." in part.rstrip(".")]
+    assert not numbers
