@@ -57,10 +57,6 @@ class Group(ABC):
     def gathered(self, value: T) -> list[T]:
         """One value from every rank, in their order. It must be small: it is pickled."""
 
-    def numbers(self, *own: int) -> list[tuple[int, ...]]:
-        """As `gathered`, for a few whole numbers, in a tenth of the time."""
-        return self.gathered(own)
-
     @abstractmethod
     def from_first(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, or the error that it meets: the same on every rank."""
@@ -132,7 +128,11 @@ class Group(ABC):
 
     def largest(self, number: int) -> int:
         """Of all ranks' whole numbers from 0; raises as `hear` does."""
-        return max(self.gathered(number))
+        return max(self.answers(number))
+
+    def answers(self, number: int) -> Sequence[int]:
+        """As `gathered`, for a whole number, in a tenth of the time; raises as `hear` does."""
+        return self.gathered(number)
 
     @contextmanager
     def in_a_pass(self) -> Iterator[None]:
@@ -221,8 +221,8 @@ class Ranks(Group):
             dist.all_gather_object(values, value, group=self._words)
         return values
 
-    def numbers(self, *own: int) -> list[tuple[int, ...]]:
-        """In one tensor."""
+    def _numbers(self, *own: int) -> list[tuple[int, ...]]:
+        """In one tensor. It is always a word, wherever ranks wait: who stops says so in the same form."""
         with self._connected():
             mine = torch.tensor(own)
             everyone = torch.empty(len(own) * self.size, dtype=mine.dtype)
@@ -247,25 +247,26 @@ class Ranks(Group):
         if len(set(told)) > 1:
             self.stopped = True
             raise RankError(
-                "the processes hold different noise multipliers or clip norms: a part of the update would have less "
-                f"noise than another was charged for. Set them on every process, not on one. {HOW_TO_GO_ON}"
+                "the processes hold different noise multipliers or clip norms, or train different parameters: a part "
+                "of the update would have less noise than another was charged for, or be added to the wrong weights. "
+                f"Set, freeze and thaw on every process, not on one. {HOW_TO_GO_ON}"
             )
 
-    def largest(self, number: int) -> int:
+    def answers(self, number: int) -> Sequence[int]:
         """A word from every rank."""
-        return max(self._word(_ASKING, number))
+        return self._word(_ASKING, number)
 
     def stop(self, error: BaseException) -> None:
         """Once; a group that has come apart hears nothing any more."""
         if not self.stopped and not self._passing:
             with suppress(RankError):
-                self.numbers(1, 0, 0)
+                self._numbers(1, 0, 0)
                 self._all(_in_words(error))
         self.stopped = True
 
     def _word(self, place: int, answer: int) -> tuple[int, ...]:
         """Three numbers from every rank: whether it stops, where it stands, what it says. Causes follow a stop."""
-        stops, places, answers = zip(*self.numbers(0, place, answer), strict=True)
+        stops, places, answers = zip(*self._numbers(0, place, answer), strict=True)
         if any(stops):
             causes = self._all("")
             self.stopped = True

@@ -212,6 +212,21 @@ def _other_noise(rank: int) -> None:
     loop.train()
 
 
+def _freezes(rank: int) -> None:
+    model = mlp()
+    for parameter in model[2 * rank].parameters() if rank else ():
+        parameter.requires_grad_(False)
+    private(model, optimizer=lambda _: torch.optim.SGD(_trained_of(model), lr=0.1)).train()
+
+
+def _trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _learns_faster(rank: int) -> None:
+    private(optimizer=lambda p: torch.optim.SGD(p, lr=0.1 * (1 + rank))).train(epochs=2)
+
+
 def _skips_a_batch(rank: int) -> None:
     loop = private()
     for number, (inputs, targets) in enumerate(loop.loader):
@@ -228,10 +243,12 @@ def _bad_options(rank: int) -> None:
     ("misuse", "told_by_0"),
     [
         (_leaves_early, "different places"),
-        (_other_records, "another on rank 1 than on rank 0"),
-        (_other_seed, "the same seed, found another on rank 1"),
-        (_other_model, "the same model, found another on rank 1"),
+        (_other_records, "rank 1 has another than rank 0: arguments and dataset"),
+        (_other_seed, "rank 1 has another than rank 0: seed"),
+        (_other_model, "rank 1 has another than rank 0: model"),
         (_other_noise, "different noise multipliers"),
+        (_learns_faster, "rank 1 has another than rank 0: weights"),
+        (_freezes, "train different parameters"),
         (_skips_a_batch, "rank 1 stopped: the next batch was taken before"),
         (_bad_options, "rank 1 stopped: "),
     ],
@@ -289,3 +306,17 @@ def test_an_environment_of_several_processes_is_refused(
 def test_one_process_is_one_process(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     assert private().train(steps=1).weights.isfinite().all()
+
+
+def _connects_late(rank: int, store: str) -> None:
+    torch.distributed.destroy_process_group()
+    loop = private()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2
+    )
+    loop.train()
+
+
+def test_processes_that_connect_after_they_were_made_private_are_refused(tmp_path: Path) -> None:
+    for _, told in outcomes_on_ranks(2, _connects_late, str(tmp_path / "store"), seconds=20):
+        assert "2 processes are connected, and there were 1" in told

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -113,6 +114,20 @@ def test_it_goes_on_from_a_checkpoint_on_another_number_of_ranks(tmp_path: Path)
     for ranks in (2, 3):
         for weights in on_ranks(ranks, _second_epoch, "fsdp", tmp_path):
             torch.testing.assert_close(weights, whole, rtol=0, atol=1e-12)
+
+
+def _sharded_backwards(rank: int) -> None:
+    net = nn.Linear(6, 4)
+    fully_shard(net, mesh=DeviceMesh("cpu", [1, 0]))
+    PrivacyEngine().make_private(
+        module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0,
+        data_loader=DataLoader(records(), batch_size=BATCH), max_grad_norm=0.5, n_public=RECORDS,
+    )  # fmt: skip
+
+
+def test_ranks_in_another_order_are_refused() -> None:
+    for _, told in outcomes_on_ranks(2, _sharded_backwards, seconds=20):
+        assert "in the order of their ranks" in told
 
 
 def _unequal_passes(rank: int) -> None:

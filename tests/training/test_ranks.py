@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import dpis
+from dpis.errors import LedgerError
 from dpis.randomness import Key
 from dpis.training.progress import Silent
 from tests.ranks import on_ranks, outcomes_on_ranks
@@ -239,3 +240,66 @@ def _size(rank: int) -> int:
 
     assert dpis.train is not None
     return current_group().size
+
+
+# ── who stops between two words ──────────────────────────────────────────────────────────────────────
+
+
+def _loses_its_terminal(rank: int, folder: Path) -> None:
+    fit(folder, mlp(), progress=crash_at(2))
+
+
+def _steps_fail(rank: int, folder: Path) -> None:
+    def broken(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_pre_hook(_fails_on_rank_1)
+        return optimizer
+
+    fit(folder, mlp(), optimizer=broken)
+
+
+def _fails_on_rank_1(*_: object) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise OSError("no space left")
+
+
+def _does_not_see_the_folder(rank: int, folder: Path) -> None:
+    if rank == 1:
+        seen = Path.is_dir
+        Path.is_dir = lambda path: ".parts-" not in path.name and seen(path)  # type: ignore[method-assign,assignment]
+    fit(folder, mlp())
+
+
+@pytest.mark.parametrize(
+    ("train", "rank", "cause"),
+    [
+        (_loses_its_terminal, 0, ""),
+        (_steps_fail, 1, "no space left"),
+        (_does_not_see_the_folder, 1, "does not see"),
+    ],
+    ids=["reporter", "optimizer", "storage"],
+)
+def test_a_failure_of_one_rank_is_told_by_the_other(
+    train: Any, rank: int, cause: str, tmp_path: Path
+) -> None:
+    told = [words for _, words in outcomes_on_ranks(2, train, tmp_path / "run", seconds=20)]
+    assert cause in told[rank]
+    assert f"rank {rank} stopped: " in told[1 - rank]
+    assert cause in told[1 - rank]
+
+
+def _adapts(rank: int, folder: Path, **more: Any) -> None:
+    fit(folder, mlp(dropout=0.3), epochs=3, **RUNS["adaptive"], **more)
+
+
+def _adapts_and_crashes(rank: int, folder: Path) -> None:
+    _adapts(rank, folder, progress=crash_at(6))
+
+
+def test_a_norm_sum_under_other_masks_does_not_show_beside_the_first(tmp_path: Path) -> None:
+    """It has the same noise: what it came to must not be read from an error."""
+    outcomes_on_ranks(2, _adapts_and_crashes, tmp_path / "run")
+    with pytest.raises(LedgerError, match="as many processes as it had") as refused:
+        _adapts(0, tmp_path / "run", resume=True)
+    numbers = [part for part in str(refused.value).split() if "." in part.rstrip(".")]
+    assert not numbers

@@ -23,6 +23,7 @@ from dpis.errors import InputError
 from dpis.gradients.deferred import DeferredGradients
 from dpis.group import current_group, share_weights, warn
 from dpis.mechanism import Mechanism, RunPlan, make_plan
+from dpis.mechanism.fingerprint import item_digest, require_same_data
 from dpis.mechanism.run_plan import open_ended_plan
 from dpis.mechanism.secret_state import shared_key
 from dpis.options import Privacy
@@ -161,6 +162,7 @@ class PrivacyEngine:
         group.require_same((str(plan), population), "arguments and dataset")
         share_weights(inner(module), group)
         key, journal = shared_key(request.seed, group), self.accountant.journal_for(plan)
+        require_same_data(lambda i: item_digest(loader.dataset, i, key), population, group)
         mechanism = self._make_mechanism(plan, population, key, journal, ahead=False, group=group)
         session = Session(mechanism, gradients, mean=mean, as_delivered=request.inputs_as_delivered)
         private = PrivateModule(module, session), PrivateOptimizer(optimizer, module, session)

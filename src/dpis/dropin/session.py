@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from dpis.dropin.workers import Places
 from dpis.errors import CouplingError, MisuseError
 from dpis.generators import chance_of, seeded_generators
 from dpis.gradients.deferred import DeferredGradients, Pass, joined
+from dpis.group import current_group
 from dpis.mechanism import Mechanism
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.sampling import Draw
@@ -101,11 +103,36 @@ class Session:
         """
         self._require_open()
         self._forget()
+        self._require_group()
         if self.mechanism.steps_left != self.mechanism.plan.workload.steps_per_epoch:
+            self._require_same_weights()
             self.mechanism.abandon_epoch()
             self.mechanism.begin_epoch()
         self._iteration = object()
         return self._iteration
+
+    def _require_group(self) -> None:
+        """Who connects to others afterwards has a key of its own: each release would be charged as the only one."""
+        now, then = current_group().size, self.mechanism.group.size
+        if now != then:
+            raise MisuseError(
+                f"{now} processes are connected, and there were {then} when make_private was called: each drew records "
+                "and added noise by itself, and what they release together would cost more than any of them reports. "
+                "Call torch.distributed.init_process_group() before make_private. Nothing was released"
+            )
+
+    def _require_same_weights(self) -> None:
+        """Updates are the same on every rank; optimizers and checkpoints may not be."""
+        if self._sharded is None and self.mechanism.group.size > 1:
+            trained = sorted(self.gradients.parameters.items())
+            digests = [
+                blake2b(batches.flattened(p.detach().cpu()).view(torch.uint8).numpy().data).digest()
+                for _, p in trained
+            ]
+            self.mechanism.group.require_same(
+                digests,
+                "weights (compare learning rates, optimizers and schedulers, and load weights on all processes)",
+            )
 
     def draw_batches(self, most: int | None) -> Iterator[list[int]]:
         """The records of every batch of this iteration, drawn when asked for, perhaps well before they are delivered.
@@ -393,7 +420,7 @@ class Session:
             step = self._whole_step()
         if step is None:
             return None
-        mechanism.require_same_terms(step.sum.draw)
+        mechanism.require_same_terms(step.sum)
         update = mechanism.release_sum(step.sum)
         self._forget_draw()
         return update if self._rules.mean else self._as_sum(update)

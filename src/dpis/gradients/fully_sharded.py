@@ -158,7 +158,7 @@ def _group_of(parameters: Mapping[str, Tensor]) -> Group:
     if len(meshes) > 1:
         raise InputError(_MESHES.format(*list(meshes.values())[:2]))
     group = current_group()
-    if any(mesh.size() != group.size for mesh in meshes):
+    if any(mesh.mesh.flatten().tolist() != list(range(group.size)) for mesh in meshes):
         raise InputError(_NOT_ALL)
     return group
 
@@ -190,8 +190,8 @@ _MESHES = (
     "would be added up over different ranks, and the noise would be wrong. Give fully_shard the same mesh everywhere."
 )
 _NOT_ALL = (
-    "A sharded model must be sharded over all processes there are: the records of others would take part in no sum. "
-    "Make the mesh of all ranks."
+    "A sharded model must be sharded over all processes there are, in the order of their ranks: the records of others "
+    "would take part in no sum, or rows get the sums of other rows. Make the mesh of all ranks, in their order."
 )
 _PASSED_ON = (
     "A tensor that is computed from parameters alone must not be passed into a sharded module, but one was passed into "

@@ -186,10 +186,12 @@ class LedgerJournal(Journal):
         known = self._known[self._position : self._position + len(entries)]
         for number, (entry, before) in enumerate(zip(entries, known, strict=False)):
             if entry != before:
+                # Its numbers may follow from a release: with the same noise, two of them give away what it hid.
                 raise LedgerError(
-                    f"event {self._position + number} of the resumed run is {entry.event} ({entry.label}), the ledger "
-                    f"holds {before.event} ({before.label}): the run is not the one that was interrupted. "
-                    "Nothing was released"
+                    f"event {self._position + number} of the resumed run ({entry.label}) is another than the ledger "
+                    f"holds ({before.label}): the run is not the one that was interrupted. Where noise is solved from "
+                    "released norms, go on with as many processes as it had, on the same kind of machine: dropout and "
+                    "rounding follow them. Nothing was released"
                 )
         new = entries[len(known) :]
         if new and self._writer is None:

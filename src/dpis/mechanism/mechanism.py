@@ -41,6 +41,9 @@ APPLIED_NOISE = 1.001
 """The applied standard deviation over the accounted one: covers the rounding of norms (rule 19)."""
 
 
+EPOCH = 1 << 32
+"""From one epoch to the next, in the places where ranks stand: there are fewer steps."""
+
 SHARD_PARTS = ("last_norms", "order", "sizes")
 """What a sampler keeps of a shard."""
 
@@ -162,7 +165,7 @@ class Mechanism:
             raise InputError(
                 f"epoch {self.epoch} has {self.steps_left} steps to go: take them first"
             )
-        self.group.hear(self.place)
+        self.group.hear(self.place + EPOCH)  # not where others take the next step of this one
         privacy, epoch = self.plan.privacy, self.epoch + 1
         privacy.require_epoch(epoch)
         K_noisy = self._release_norm_sum(epoch, all_norms) if privacy.adapts else None
@@ -234,11 +237,15 @@ class Mechanism:
     @property
     def place(self) -> int:
         """Where the run stands: the same on every rank that takes the same steps of the same epochs."""
-        return (self.epoch << 32) + self.step
+        return self.epoch * EPOCH + self.step
 
-    def require_same_terms(self, draw: Draw) -> None:
-        """The ranks stand at the same step, under the same noise and clip norm: each noises a slice, and charges it."""
-        self.group.hear(self.place, zlib.crc32(repr(self._require_oldest(draw)).encode()))
+    def require_same_terms(self, total: GradientSum) -> None:
+        """The ranks stand at the same step, under the same noise and clip norm: each noises a slice, and charges it.
+
+        They train the same parameters, too: entries are added up by their places among these.
+        """
+        terms = self._require_oldest(total.draw), sorted(total.parameters)
+        self.group.hear(self.place, zlib.crc32(repr(terms).encode()))
 
     @property
     def own_records(self) -> range:

@@ -44,6 +44,7 @@ def save_parts(folder: Path, own: Mapping[str, Tensor], group: Group) -> dict[st
                 f"the folder of a run must be on storage that all processes share: rank {group.rank} does not see "
                 f"{folder}. Give an --out that every machine sees under the same path"
             )
+    with group.together():  # whose own messages nobody can break into
         save(dict(own), storage_writer=FileSystemWriter(folder))
     with group.together():
         written = folder.iterdir() if group.leads else ()

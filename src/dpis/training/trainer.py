@@ -21,11 +21,12 @@ from dpis.coupling.writes import unwritten
 from dpis.errors import CouplingError, InputError
 from dpis.generators import seeded_generators, seeded_torch
 from dpis.gradients import RecordGradients
+from dpis.mechanism.fingerprint import Fingerprint, require_same_data
 from dpis.mechanism.gradient_sum import GradientSum
 from dpis.mechanism.sharded_state import put_together
 from dpis.runs.folder import Replacement, write_whole
 from dpis.sampling import Draw
-from dpis.training.data_fingerprint import DataFingerprint, Fingerprint
+from dpis.training.data_fingerprint import DataFingerprint
 from dpis.training.evaluation import Evaluation, evaluate
 from dpis.training.interrupt import InterruptedRunError, interruptible
 from dpis.training.model_file import (
@@ -187,8 +188,8 @@ class Trainer:
 
     def _agreed(self, *wishes: bool) -> list[bool]:
         """What any rank wishes for, all of them do."""
-        of_ranks = self._group.numbers(*map(int, wishes))
-        return [any(same) for same in zip(*of_ranks, strict=True)]
+        of_ranks = self._group.answers(sum(wish << place for place, wish in enumerate(wishes)))
+        return [any(one >> place & 1 for one in of_ranks) for place in range(len(wishes))]
 
     def _step(self) -> None:
         """Draw, per-example gradients, noise, update: one event, one step of the optimizer."""
@@ -413,8 +414,11 @@ class Trainer:
     def _data_now(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """A fingerprint of the data; what lies in files that are as they were is not read again."""
         known = {} if state is None or self._check_data else state["data"]["known"]
-        shards = replace(self._mechanism.sampler.shards, population=len(self.task.records))
-        seen = DataFingerprint(self.task.records, self.run.key, shards, known)
+        records = self.task.records
+        shards = replace(self._mechanism.sampler.shards, population=len(records))
+        looks = DataFingerprint(records, self.run.key, shards)
+        require_same_data(lambda i: looks.chunk_digest(range(i, i + 1)), len(records), self._group)
+        seen = DataFingerprint(records, self.run.key, shards, known)
         with self._group.together():
             own = seen.own_digests()
         of_ranks = self._group.gathered((own, seen.known))
