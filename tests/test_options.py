@@ -104,7 +104,7 @@ def through_the_command_line(said: dict[str, Any], patch: pytest.MonkeyPatch) ->
 
     found: list[Config] = []
 
-    def opened(self: Any, resume: Any, config: Config, source: Any) -> Any:
+    def opened(self: Any, resume: Any, config: Config, source: Any, population: int) -> Any:
         found.append(config)
         raise Reached
 
@@ -327,7 +327,7 @@ def test_options_of_training_arrive_in_python(monkeypatch: pytest.MonkeyPatch) -
     assert task.average.decay == 0.9
     assert task.held_out.metrics == said["metrics"]
     assert keep[1:] == [reporter, True, True]
-    _, _, config, _, _, diagnostics, _ = opened[0]
+    _, _, config, _, _, diagnostics, *_ = opened[0]
     assert (config.epochs, config.batch_size, diagnostics) == (EPOCHS, BATCH, True)
 
 

@@ -178,7 +178,7 @@ def in_words(found: Findings) -> list[str]:
         audited, plain = found.accuracy
         lines.append(
             f"  accuracy  {100 * audited:.1f} % with canaries, {100 * plain:.1f} % without: they cost "
-            f"{100 * (plain - audited):.1f} points"
+            f"{round(100 * (plain - audited), 1) + 0.0:g} points"
         )
     lines += [
         "",
