@@ -1,9 +1,9 @@
 """What audits find: how much of epsilon, which bugs with how many runs, and who leaks less under importance sampling.
 
-    python benchmarks/audits.py tightness          bounds over the true epsilon
-    python benchmarks/audits.py bugs               bug, bound, runs that are needed
-    python benchmarks/audits.py canaries           one run: bounds and ceilings by number of canaries
-    python benchmarks/audits.py records --svg docs/who-leaks.svg
+    PYTHONPATH=. python benchmarks/audits.py tightness          bounds over the true epsilon
+    PYTHONPATH=. python benchmarks/audits.py bugs               bug, bound, runs that are needed
+    PYTHONPATH=. python benchmarks/audits.py canaries           one run: bounds and ceilings by number of canaries
+    PYTHONPATH=. python benchmarks/audits.py records --svg docs/who-leaks.svg
 
 Seeds are fixed. A number of runs is enough if nine audits of ten find the bug.
 """
