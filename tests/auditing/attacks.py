@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from dpis.mechanism import Config, noisy_update
 from dpis.mechanism import mechanism as module
 from dpis.noise import add_noise
 from dpis.randomness import Key
-from dpis.sampling import Draw, ImportanceSampler, UniformSampler
+from dpis.sampling import Draw, ImportanceSampler
 
 
 def config(**changes: Any) -> Config:
@@ -59,7 +58,7 @@ def unclipped(
 def importance_above_the_clip(
     self: Any, rate: float, coins: Any, _draw: Any = ImportanceSampler.draw
 ) -> Draw:
-    """``g_hat`` without the cap at ``C``: twice the probability, half of the contribution's divisor."""
+    """``g_hat = 2C`` for a record that was not seen: it is drawn twice as often as was charged."""
     return _draw(self, min(1.0, 2 * rate), coins)
 
 
@@ -105,15 +104,3 @@ BUGS = [
     Bug("g_hat above C", ImportanceSampler, "draw", importance_above_the_clip, OFTEN, 30_000),
     Bug("one record counted twice", module, "contribution_weights", counted_twice, SURE, 1_000),
 ]
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Small tensors do not gain from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-__all__ = ["BUGS", "OFTEN", "SURE", "Bug", "UniformSampler", "config", "one_thread"]

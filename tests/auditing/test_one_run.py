@@ -33,11 +33,11 @@ from tests.mechanism.systems import PlainSums, released, rigged
 RECORDS, WIDTH = 6, 403
 
 
-def audited(tried, count: int, key: Key) -> Canaries:
+def audited(tried, count: int, key: Key, width: int = WIDTH) -> Canaries:
     """A whole run over a few records that are their own gradients."""
     generator = torch.Generator().manual_seed(3)
-    records = torch.randn(RECORDS, WIDTH, generator=generator, dtype=torch.float64)
-    gradients, canaries = PlainSums(WIDTH), Canaries(count)
+    records = torch.randn(RECORDS, width, generator=generator, dtype=torch.float64)
+    gradients, canaries = PlainSums(width), Canaries(count)
     plan = make_plan(tried)
     mechanism = canaries(plan, RECORDS, key, EventCounter(plan.privacy.guard()))
     norms = records.norm(dim=1)

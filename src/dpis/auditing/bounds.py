@@ -103,7 +103,7 @@ def _places(ascending: Array, values: Array, side: Literal["left", "right"]) -> 
 
 def _tail_places(count: int) -> NDArray[np.int64]:
     """Places to try, dense at the beginning."""
-    places = np.unique(np.geomspace(1, count, min(count, 400)).astype(np.int64)) - 1
+    places = np.unique(np.geomspace(1, count, min(count, 120)).astype(np.int64)) - 1
     return places
 
 

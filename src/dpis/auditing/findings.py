@@ -96,9 +96,12 @@ class Findings:
         if read.get("estimate", 0) is None:
             read["estimate"] = math.nan
         try:
-            return cls(**read)
-        except TypeError as error:
+            found = cls(**read)
+            in_words(found)  # which asks every figure for its digits
+            _ = [(float(x), float(y)) for x, y in (*found.claim_curve, *found.attack_points)]
+        except (TypeError, ValueError) as error:
             raise InputError(f"these are no findings of an audit: {error}") from None
+        return found
 
     def write(self, path: Path) -> None:
         """As a file of JSON."""
@@ -178,7 +181,7 @@ def in_words(found: Findings) -> list[str]:
         audited, plain = found.accuracy
         lines.append(
             f"  accuracy  {100 * audited:.1f} % with canaries, {100 * plain:.1f} % without: they cost "
-            f"{100 * (plain - audited):.1f} points"
+            f"{round(100 * (plain - audited), 1) + 0.0:g} points"
         )
     lines += [
         "",

@@ -38,7 +38,7 @@ class Curve:
 
     Example:
         >>> curve = Curve.of_claim(epsilon=1.0, delta=0.0)
-        >>> round(float(curve.true_positive_rate(0.1)), 4)
+        >>> round(float(curve.true_positive_rate(0.1)[0]), 4)
         0.2718
         >>> round(curve.advantage, 4)
         0.4621
