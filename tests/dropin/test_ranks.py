@@ -248,7 +248,7 @@ def _bad_options(rank: int) -> None:
         (_other_model, "rank 1 has another than rank 0: model"),
         (_other_noise, "different noise multipliers"),
         (_learns_faster, "rank 1 has another than rank 0: weights"),
-        (_freezes, "train different parameters"),
+        (_freezes, "rank 1 has another than rank 0: weights"),
         (_skips_a_batch, "rank 1 stopped: the next batch was taken before"),
         (_bad_options, "rank 1 stopped: "),
     ],
