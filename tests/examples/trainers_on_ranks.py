@@ -48,6 +48,7 @@ def lightning(folder: Path) -> dict[str, Any]:
 def lightning_raises(folder: Path) -> dict[str, Any]:
     from tests.examples.test_lightning import fit, small_module
 
+    torch.manual_seed(0)  # the data are made here
     module = small_module()
     real = type(module).training_step
 
