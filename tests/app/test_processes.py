@@ -39,6 +39,7 @@ def events(folder: Path) -> list[str]:
     return (folder / "ledger.jsonl").read_text().splitlines()[:-1]
 
 
+@pytest.mark.slow
 def test_two_processes_spend_what_one_does_and_speak_with_one_voice(tmp_path: Path) -> None:
     done = dpis("train", *TWO, *QUICK, "--json", "--out", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,8 @@ from tests.gradients.sharded_models import (
 )
 from tests.ranks import on_ranks, outcomes_on_ranks
 
+pytestmark = pytest.mark.slow  # two processes for half a minute
+
 EXACT = {torch.float64: 1e-12, torch.float32: 1e-5}
 RECORDS = 11
 FAST = ["mlp", "transformer", "convolutions", "adapters", "odd"]
@@ -116,7 +118,6 @@ def test_norms_and_sums_are_those_of_one_process(found: dict[str, list[Any]]) ->
         require_exact(errors, EXACT[torch.float64])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("name", [own.id for own in CASES])
 def test_however_records_are_shared_out(name: str, dtype: torch.dtype) -> None:
