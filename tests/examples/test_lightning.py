@@ -145,15 +145,15 @@ def test_lightning_in_bfloat16_one_record_moves_the_sum_by_its_own(
     pytest.importorskip("lightning")
     import lightning
 
-    from dpis.mechanism import mechanism
+    from dpis.mechanism import noisy_update
 
-    real, seen = mechanism.add_noise, list[torch.Tensor]()
+    real, seen = noisy_update.add_noise, list[torch.Tensor]()
 
     def add_noise(values: dict[str, torch.Tensor], *given: Any) -> dict[str, torch.Tensor]:
         seen.append(torch.cat([value.double().flatten() for value in values.values()]))
         return real(values, *given)
 
-    monkeypatch.setattr(mechanism, "add_noise", add_noise)
+    monkeypatch.setattr(noisy_update, "add_noise", add_noise)
     torch.manual_seed(1)
     inputs, targets = torch.randn(records, 4), torch.randint(2, (records,))
     privacy = Privacy(method="dp-sgd", n_public=records, clip_norm=0.1)

@@ -161,7 +161,7 @@ def _with_another_length(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_ranks_that_would_train_something_else_are_refused(tmp_path: Path) -> None:
     for wrong, words in (
-        (_with_other_data, "rank 1 has another than rank 0: data"),
+        (_with_other_data, "rank 1 has another than rank 0: the data and their order"),
         (_with_other_options, "options and number of records"),
         (_with_another_length, "options and number of records"),
     ):
